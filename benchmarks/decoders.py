@@ -2,8 +2,9 @@
 
 MoE models: `--models qwen3-30b-a3b gpt-oss-20b`.
 
-Each side runs in its own process on the same weights and tokens: float32 weights and moments, bfloat16 computation,
-checkpointing, fused AdamW, median of five steps. Prints and writes one JSON line per case.
+Each side runs in its own process on the same weights and tokens: float32 weights and moments,
+bfloat16 computation, checkpointing, fused AdamW, median of five steps. Prints and writes one JSON
+line per case.
 """
 
 import argparse
@@ -79,7 +80,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "num_attention_heads": 24,
         "num_key_value_heads": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
         "vocab_size": 200064,
         "pad_token_id": 0,
     },
@@ -110,8 +115,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "vocab_size": 163840,
     },
-    # Hybrids: two layers of Mamba2, one of attention, and for Nemotron layers of experts. transformers alone runs
-    # Mamba2 in plain PyTorch unless mamba-ssm is installed.
+    # Hybrids: two layers of Mamba2, one of attention, and for Nemotron layers of experts.
+    # transformers alone runs Mamba2 in plain PyTorch unless mamba-ssm is installed.
     "nemotron-3-nano": {
         "model_type": "nemotron_h",
         "hidden_size": 2688,
@@ -172,12 +177,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SIDES = ("hf autocast", "hf fsdp2", "ithaka", "ithaka liger")
-EXPERT_SIDES = ("hf fsdp2", "ithaka blackbox", "ithaka")  # `blackbox`: transformers' own code for the experts
+# `blackbox`: transformers' own code for the experts
+EXPERT_SIDES = ("hf fsdp2", "ithaka blackbox", "ithaka")
 
 
 def make_model(case: dict[str, Any], **options: Any) -> Any:
     shape = dict(SHAPES[case["model"]])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=case["tokens"])
+    config = AutoConfig.for_model(
+        shape.pop("model_type"), **shape, max_position_embeddings=case["tokens"]
+    )
     if case["experts"]:
         options["experts_implementation"] = case["experts"]
     torch.manual_seed(0)
@@ -192,9 +200,12 @@ def device() -> str:
 def apply_liger(case: dict[str, Any]) -> None:
     from liger_kernel.transformers import monkey_patch
 
-    # Without its own experts, which would replace those of --experts and tune their kernels for minutes.
+    # Without its own experts, which would replace those of --experts and tune their kernels for
+    # minutes.
     options = {"swiglu": False} if case["experts"] else {}
-    patch = getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}", None)
+    patch = getattr(
+        monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}", None
+    )
     case["liger"] = patch is not None
     if patch is not None:
         patch(**options)
@@ -206,7 +217,8 @@ def run_hf(case: dict[str, Any], precision: str) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fsdp2":
         start_process_group(torch.device(device()))
-        # FSDP2 casts a layer's inputs in forward, but not when checkpointing runs it again: OLMo 3 passes cos in fp32.
+        # FSDP2 casts a layer's inputs in forward, but not when checkpointing runs it again: OLMo 3
+        # passes cos in fp32.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=policy)
@@ -225,7 +237,9 @@ def run_ithaka(case: dict[str, Any], how: str) -> Any:
         experts.is_expert_module = lambda module: False
     model = make_model(case)
     kept = (ActivationPolicy(attention="device"),) * len(model.model.layers)
-    layout = Layout(tile_tokens=case["tile"], kept=kept, dtype="bfloat16", compile=case.get("compile", False))
+    layout = Layout(
+        tile_tokens=case["tile"], kept=kept, dtype="bfloat16", compile=case.get("compile", False)
+    )
     start_process_group(torch.device(device()))
     parallelize_model(model, layout=layout)
     return model, lambda ids: model(input_ids=ids, labels=ids)
@@ -242,7 +256,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             steps.run_step()
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by, row_limit=case["kernels"]), file=sys.stderr)
-    return {"step_s": round(step_s, 4), "peak_GiB": round(steps.peak_gib, 2), "losses": steps.losses[-2:]}
+    return {
+        "step_s": round(step_s, 4),
+        "peak_GiB": round(steps.peak_gib, 2),
+        "losses": steps.losses[-2:],
+    }
 
 
 def serve() -> None:
@@ -266,9 +284,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=["gemma3-4b", "olmo3-7b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536, 131072])
-    parser.add_argument("--sides", nargs="+", help=f"default: {SIDES}; for mixtures of experts: {EXPERT_SIDES}")
-    parser.add_argument("--experts", default="grouped_mm", help="transformers' implementation of experts")
-    parser.add_argument("--kernels", type=int, default=0, help="log the slowest kernels of one more step")
+    parser.add_argument(
+        "--sides", nargs="+", help=f"default: {SIDES}; for mixtures of experts: {EXPERT_SIDES}"
+    )
+    parser.add_argument(
+        "--experts", default="grouped_mm", help="transformers' implementation of experts"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="log the slowest kernels of one more step"
+    )
     parser.add_argument("--tile", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--attention", default="flash_attention_4")
@@ -279,14 +303,25 @@ def main() -> None:
         has_experts = any("experts" in name for name in SHAPES[model])
         for side in options.sides or (EXPERT_SIDES if has_experts else SIDES):
             common = {"model": model, "side": side, "tile": options.tile, "steps": options.steps}
-            common |= {"experts": options.experts if has_experts else "", "kernels": options.kernels}
+            common |= {
+                "experts": options.experts if has_experts else "",
+                "kernels": options.kernels,
+            }
             common |= {"attention": options.attention, "compile": options.compile}
-            cases = "".join(json.dumps(common | {"tokens": tokens}) + "\n" for tokens in options.tokens)
+            cases = "".join(
+                json.dumps(common | {"tokens": tokens}) + "\n" for tokens in options.tokens
+            )
             command = [sys.executable, __file__, "--serve"]
-            log = options.out / f"{model}-{side.replace(' ', '-')}.log" if options.out else Path(os.devnull)
+            log = (
+                options.out / f"{model}-{side.replace(' ', '-')}.log"
+                if options.out
+                else Path(os.devnull)
+            )
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("w") as err:
-                run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True)
+                run = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True
+                )
                 assert run.stdin is not None and run.stdout is not None
                 run.stdin.write(cases)
                 run.stdin.close()
@@ -296,7 +331,9 @@ def main() -> None:
                         print(json.dumps(results[-1]), flush=True)
                 run.wait()
     if options.out:
-        (options.out / "decoders.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+        (options.out / "decoders.jsonl").write_text(
+            "".join(json.dumps(result) + "\n" for result in results)
+        )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 Planned figures are next to measured ones.
 
-    python benchmarks/depth.py --list                          # the runs, with their plans for one H200
-    python benchmarks/depth.py llama-8b-128k --out results     # one run
-    python benchmarks/depth.py tiny                            # a tiny model; needs no GPU
+    python benchmarks/depth.py --list                        # the runs and their plans for one H200
+    python benchmarks/depth.py llama-8b-128k --out results   # one run
+    python benchmarks/depth.py tiny                          # a tiny model; needs no GPU
 
-Weights are random and drawn on the GPU, so nothing is downloaded. Data are random tokens, one document per sequence.
-Three steps each, or two if a step is planned to take more than five minutes; tokens/s are those of later steps, or of
-the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log and NAME.metrics.jsonl.
+Weights are random and drawn on the GPU, so nothing is downloaded. Data are random tokens, one
+document per sequence. Three steps each, or two if a step is planned to take more than five minutes;
+tokens/s are those of later steps, or of the only one. Prints one line and writes NAME.json, which
+is updated after every step, NAME.log and NAME.metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -40,25 +41,40 @@ from ithaka.log.metrics import read_metrics, read_times
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
+from ithaka.run.check_request import make_request
 from ithaka.run.launch import num_gpus
-from ithaka.run.request import make_request
 
 GIB = 2**30
 H200 = ("1xH200", "134GB")  # with 125 GiB of host memory
 LONG_STEP_S = 300.0  # planned, above which two steps are enough
-POLL_S, SAMPLE_POLLS, BUSY_PERCENT = 0.2, 25, 50.0  # the GPU's clock is read every five seconds
+# the GPU's clock is read every five seconds
+POLL_S = 0.2
+SAMPLE_POLLS = 25
+BUSY_PERCENT = 50.0
 STARTUP_S = 60.0  # expected before the first step: imports, random weights, kernels
-TINY = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "vocab_size": 512, "sliding_window": 16, "layer_types": ["sliding_attention",
-        "full_attention"], "max_position_embeddings": 4096}  # fmt: skip
+TINY = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
 class Case:
     model: str
     context: str
-    settings: dict[str, Any] = field(default_factory=dict)  # section.key -> value, besides the plan's
+    # section.key -> value, besides the plan's
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -69,13 +85,18 @@ class Case:
         if self.model == "tiny":
             return None
         overrides = [f"{name}={value}" for name, value in self.settings.items()]
-        return make_request(self.model, find_hardware(H200[0], None, H200[1]), self.context, 1, overrides).plan()
+        return make_request(
+            self.model, find_hardware(H200[0], None, H200[1]), self.context, 1, overrides
+        ).plan()
 
 
 ADAPTERS = {"adapter.rank": 16}
 CASES = {
     "tiny": Case("tiny", "256", ADAPTERS | {"adapter.base": "mxfp4"}),
-    **{f"llama-8b-{length}": Case("llama3.1-8b", length, ADAPTERS) for length in ("128k", "256k", "512k")},
+    **{
+        f"llama-8b-{length}": Case("llama3.1-8b", length, ADAPTERS)
+        for length in ("128k", "256k", "512k")
+    },
     "1b-512k": Case("llama3.2-1b", "512k"),
     **{
         f"gpt-oss-20b-{length}": Case("gpt-oss-20b", length, ADAPTERS | {"adapter.base": "mxfp4"})
@@ -90,9 +111,10 @@ CASES = {
 
 
 def write_inputs(case: Case, steps: int, folder: Path) -> Path:
-    """Write the model's config.json, a tokenizer with its vocabulary, random tokens and the run's settings, whose path
-    is returned."""
-    config, context = case.model_config, parse_count(case.context)
+    """Write the model's config.json, a tokenizer with its vocabulary, random tokens and the run's
+    settings, whose path is returned."""
+    config = case.model_config
+    context = parse_count(case.context)
     assert context is not None
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     vocab = {f"t{i}": i for i in range(config["vocab_size"])}
@@ -104,7 +126,11 @@ def write_inputs(case: Case, steps: int, folder: Path) -> Path:
     (folder / "tokens.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     settings: dict[str, Any] = {
         "model": {"path": str(folder / "config.json")},
-        "data": {"path": str(folder / "tokens.jsonl"), "tokenizer": str(folder / "tokenizer"), "context": context},
+        "data": {
+            "path": str(folder / "tokens.jsonl"),
+            "tokenizer": str(folder / "tokenizer"),
+            "context": context,
+        },
         "parallel": {"ranks": 1},
         "train": {"steps": steps, "validate_every": 0, "validate_sequences": 0, "save_minutes": 0},
     }
@@ -128,7 +154,10 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens/s": {"planned": plan.get("tokens_per_s"), "measured": tokens_per_s},
         "peak GiB": {"planned": sum(plan["peak_bytes"].values()) / GIB, "measured": None},
-        "host GiB": {"planned": plan["host_bytes"] / GIB, "measured": records[-1]["host_peak_bytes"] / GIB},
+        "host GiB": {
+            "planned": plan["host_bytes"] / GIB,
+            "measured": records[-1]["host_peak_bytes"] / GIB,
+        },
         "first step s": records[0]["step_s"],
         "later steps s": later,
         "first / later": records[0]["step_s"] / statistics.mean(later) if later else None,
@@ -152,13 +181,15 @@ def read_results(run_dir: Path) -> dict[str, Any]:
 
 
 def sample_gpu() -> list[float]:
-    """Return the GPU's SM clock in MHz, power draw in W and utilization in percent; 0 without nvidia-smi."""
+    """Return the GPU's SM clock in MHz, power draw in W and utilization in percent; 0 without
+    nvidia-smi."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     return query_gpu(gpu, "clocks.sm", "power.draw", "utilization.gpu")
 
 
 def read_clock(samples: list[list[float]]) -> dict[str, Any]:
-    """Return the median clock and power of a busy GPU. One at its power limit lowers its clock, and so tokens/s."""
+    """Return the median clock and power of a busy GPU. One at its power limit lowers its clock, and
+    so tokens/s."""
     busy = [sample for sample in samples if sample[2] > BUSY_PERCENT]
     names = ("clock MHz", "power W") if busy else ()
     return {name: statistics.median(sample[i] for sample in busy) for i, name in enumerate(names)}
@@ -177,14 +208,26 @@ def run_case(name: str, steps: int | None, out: Path, work: Path, saves: bool) -
     plan = case.plan()
     steps = steps or (2 if plan and plan.step_s > LONG_STEP_S else 3)
     settings = write_inputs(case, steps, work)
-    command = [sys.executable, "-m", "ithaka", "train", str(settings), "--run-dir", str(work / "run")]
-    metrics, log, started = work / "run" / "metrics.jsonl", out / f"{name}.log", time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "ithaka",
+        "train",
+        str(settings),
+        "--run-dir",
+        str(work / "run"),
+    ]
+    metrics = work / "run" / "metrics.jsonl"
+    log = out / f"{name}.log"
+    started = time.monotonic()
     row: dict[str, Any] = {"run": name, "model": case.model, "context": parse_count(case.context)}
     row |= {"settings": case.settings, "steps": steps}
     samples = list[list[float]]()
     with log.open("wb") as output:
         environment = {"NCCL_DEBUG": "WARN", **os.environ}  # its errors name no reason otherwise
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             for poll in itertools.count():
                 code = process.poll()
@@ -214,14 +257,28 @@ def describe(row: dict[str, Any]) -> str:
         values = row.get(name, {}).get("planned"), row.get(name, {}).get("measured")
         return " / ".join("-" if value is None else f"{value:,.{digits}f}" for value in values)
 
-    parts = [f"{row['run']}, planned / measured: tokens/s {both('tokens/s', 0)}", f"peak GiB {both('peak GiB', 1)}"]
+    parts = [
+        f"{row['run']}, planned / measured: tokens/s {both('tokens/s', 0)}",
+        f"peak GiB {both('peak GiB', 1)}",
+    ]
     parts += [f"host GiB {both('host GiB', 1)}"]
-    for name in ("reserved GiB", "reserved - allocated GiB", "allocator retries", "first step s", "save s", "save GiB"):
+    for name in (
+        "reserved GiB",
+        "reserved - allocated GiB",
+        "allocator retries",
+        "first step s",
+        "save s",
+        "save GiB",
+    ):
         if (value := row.get(name)) is not None:
             parts.append(f"{name} {value:.{0 if name == 'allocator retries' else 1}f}")
     if clock := row.get("clock MHz"):
         parts.append(f"{clock:,.0f} MHz at {row['power W']:.0f} W")
-    parts.append("later " + (", ".join(f"{step_s:.1f}" for step_s in row.get("later steps s", ())) or "-") + " s")
+    parts.append(
+        "later "
+        + (", ".join(f"{step_s:.1f}" for step_s in row.get("later steps s", ())) or "-")
+        + " s"
+    )
     return ", ".join(parts) + (" FAILED" if "error" in row else "")
 
 
@@ -233,9 +290,15 @@ def list_cases() -> None:
         steps = 2 if plan.step_s > LONG_STEP_S else 3
         peak = (plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]) / GIB
         minutes = (STARTUP_S + steps * plan.step_s) / 60
-        figures = f"{plan.tokens_per_s_per_gpu:6.0f} tok/s, {plan.step_s:5.0f} s per step, {peak:5.1f} GiB"
+        figures = (
+            f"{plan.tokens_per_s_per_gpu:6.0f} tok/s, {plan.step_s:5.0f} s per step, "
+            f"{peak:5.1f} GiB"
+        )
         host = plan.ledger.host_needed / GIB
-        print(f"{name:20} {figures}, host {host:5.1f} GiB; {steps} steps, {minutes:4.1f} minutes", end="")
+        print(
+            f"{name:20} {figures}, host {host:5.1f} GiB; {steps} steps, {minutes:4.1f} minutes",
+            end="",
+        )
         print("" if plan.fits else "; DOES NOT FIT")
 
 
@@ -243,9 +306,15 @@ def main(
     name: Annotated[str, typer.Argument(help="One of --list.")] = "",
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("depth"),
     steps: Annotated[int | None, typer.Option(min=1, help="By default 3, or 2 long ones.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Directory of the run; by default temporary.")] = None,
-    no_save: Annotated[bool, typer.Option("--no-save", help="End after the last step, without a checkpoint.")] = False,
-    show: Annotated[bool, typer.Option("--list", help="List the runs, with their plans for one H200.")] = False,
+    work: Annotated[
+        Path | None, typer.Option(help="Directory of the run; by default temporary.")
+    ] = None,
+    no_save: Annotated[
+        bool, typer.Option("--no-save", help="End after the last step, without a checkpoint.")
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--list", help="List the runs, with their plans for one H200.")
+    ] = False,
 ) -> None:
     """Train all layers of a model for a few steps."""
     if show:
@@ -254,7 +323,9 @@ def main(
     if name not in CASES:
         raise typer.BadParameter(f"{name or 'no run'} is not one of {', '.join(CASES)}")
     if name != "tiny" and not num_gpus():
-        raise typer.BadParameter(f"{name} needs a GPU with the memory of an H200; tiny runs on a CPU")
+        raise typer.BadParameter(
+            f"{name} needs a GPU with the memory of an H200; tiny runs on a CPU"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         row = run_case(name, steps, out, Path(folder), saves=not no_save)

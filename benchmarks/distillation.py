@@ -1,10 +1,12 @@
-"""Memory and time of distillation on one GPU: Llama-3.2-3B's shape with an 8B teacher, few layers each.
+"""Memory and time of distillation on one GPU: Llama-3.2-3B's shape with an 8B teacher, few layers
+each.
 
-    python benchmarks/distillation.py                       ithaka at 128K tokens
-    python benchmarks/distillation.py trl 32K 64K 128K      TRL on Hugging Face models, up to the first that fails
+    python benchmarks/distillation.py                      # ithaka at 128K tokens
+    python benchmarks/distillation.py trl 32K 64K 128K     # TRL, up to the first that fails
 
-Prints JSON lines. The teacher's weights are loaded in every case. ithaka's gate: distillation takes at most 2.5 GiB
-more than training with the cross-entropy, and its step at most 10 % longer than that step plus the teacher's forward.
+Prints JSON lines. The teacher's weights are loaded in every case. ithaka's gate: distillation takes
+at most 2.5 GiB more than training with the cross-entropy, and its step at most 10 % longer than
+that step plus the teacher's forward.
 """
 
 import json
@@ -23,24 +25,41 @@ from ithaka.config import parse_count
 
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"
-NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-SHAPES = {"3b": (3072, 8192, 24, 8, 128), "8b": (4096, 14336, 32, 8, 128)} if ON_GPU else {
-    "3b": (48, 96, 4, 2, 12), "8b": (64, 128, 4, 2, 16)}  # fmt: skip
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+SHAPES = (
+    {"3b": (3072, 8192, 24, 8, 128), "8b": (4096, 14336, 32, 8, 128)}
+    if ON_GPU
+    else {"3b": (48, 96, 4, 2, 12), "8b": (64, 128, 4, 2, 16)}
+)
 VOCAB = 128256 if ON_GPU else 512
-LAYERS, STEPS, BETA = 4, 3, 0.5
+LAYERS = 4
+STEPS = 3
+BETA = 0.5
 LAYOUT = ithaka.Layout(tile_tokens=8192, dtype="bfloat16" if ON_GPU else "float32")
 
 
 def new_model(name: str, tokens: int, dtype: torch.dtype) -> Any:
-    shape = dict(zip(NAMES, SHAPES[name], strict=True)) | {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-    config = LlamaConfig(**shape, max_position_embeddings=tokens, tie_word_embeddings=name == "3b", use_cache=False)
+    shape = dict(zip(NAMES, SHAPES[name], strict=True)) | {
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+    }
+    config = LlamaConfig(
+        **shape, max_position_embeddings=tokens, tie_word_embeddings=name == "3b", use_cache=False
+    )
     torch.manual_seed(len(name))
     with DEVICE:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def measure(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the median seconds of a step and its peak in GiB, after a first one that allocates and compiles."""
+    """Return the median seconds of a step and its peak in GiB, after a first one that allocates and
+    compiles."""
     seconds = []
     for _ in range(1 + STEPS):
         if ON_GPU:
@@ -80,12 +99,16 @@ def run_ithaka(tokens: int) -> None:
         found[case] = figures
         print(json.dumps({"side": "ithaka", "tokens": tokens, "case": case, **figures}), flush=True)
 
-    add("cross-entropy", measure(lambda: update(optimizer, student(input_ids=ids, labels=ids).loss)))
+    add(
+        "cross-entropy", measure(lambda: update(optimizer, student(input_ids=ids, labels=ids).loss))
+    )
     add("forward of the teacher", measure(forward))
     planned = sum(figures["seconds"] for figures in found.values())
     for beta in (0.0, BETA, 1.0):
         figures = measure(
-            lambda beta=beta: update(optimizer, ithaka.distill(student, teacher, ids, ids, beta=beta).loss)
+            lambda beta=beta: update(
+                optimizer, ithaka.distill(student, teacher, ids, ids, beta=beta).loss
+            )
         )
         more = figures["peak_gib"] - found["cross-entropy"]["peak_gib"]
         ratios = {"gib_above": round(more, 2), "time_ratio": round(figures["seconds"] / planned, 3)}
@@ -93,10 +116,12 @@ def run_ithaka(tokens: int) -> None:
 
 
 def run_trl(tokens: int) -> None:
-    """TRL's tiled divergence on Hugging Face models in bfloat16, with gradient checkpointing and fp32 AdamW."""
+    """TRL's tiled divergence on Hugging Face models in bfloat16, with gradient checkpointing and
+    fp32 AdamW."""
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-    student, teacher = new_model("3b", tokens, torch.float32).train(), new_model("8b", tokens, torch.bfloat16).eval()
+    student = new_model("3b", tokens, torch.float32).train()
+    teacher = new_model("8b", tokens, torch.bfloat16).eval()
     student.gradient_checkpointing_enable({"use_reentrant": False})
     teacher.requires_grad_(False)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
@@ -108,10 +133,15 @@ def run_trl(tokens: int) -> None:
             with torch.no_grad():
                 theirs = teacher.model(ids, use_cache=False).last_hidden_state[:, :-1]
             heads = student.lm_head.weight, teacher.lm_head.weight
-            loss, *_ = _chunked_divergence_loss(mine, theirs, *heads, torch.ones_like(ids[:, 1:]), BETA)
+            loss, *_ = _chunked_divergence_loss(
+                mine, theirs, *heads, torch.ones_like(ids[:, 1:]), BETA
+            )
         update(optimizer, loss)
 
-    print(json.dumps({"side": "trl", "tokens": tokens, "case": f"beta {BETA}", **measure(step)}), flush=True)
+    print(
+        json.dumps({"side": "trl", "tokens": tokens, "case": f"beta {BETA}", **measure(step)}),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -122,7 +152,10 @@ def main() -> None:
         try:
             (run_trl if side == "trl" else run_ithaka)(tokens)
         except torch.OutOfMemoryError as error:
-            print(json.dumps({"side": side, "tokens": tokens, "error": str(error).split(". ")[0]}), flush=True)
+            print(
+                json.dumps({"side": side, "tokens": tokens, "error": str(error).split(". ")[0]}),
+                flush=True,
+            )
             break
         free_memory()
 

@@ -1,10 +1,11 @@
-"""Measure how much the first steps of a new adapter lower the loss: float32, ithaka in bfloat16, PEFT in bfloat16.
+"""Measure how much the first steps of a new adapter lower the loss: float32, ithaka in bfloat16,
+PEFT in bfloat16.
 
     python benchmarks/first_steps.py --model models/SmolLM2-135M --text README.md
     python benchmarks/first_steps.py                     # a small random model, on random tokens
 
-B starts at zero, so the first updates are small compared with the output that they are added to, and rounding that sum
-to bfloat16 loses part of them.
+B starts at zero, so the first updates are small compared with the output that they are added to,
+and rounding that sum to bfloat16 loses part of them.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ def new_model(folder: Path | None, side: str) -> Any:
     return parallelize_model(model, layout=Layout(dtype="bfloat16")) if side == "ithaka" else model
 
 
-def measure_decrease(folder: Path | None, side: str, ids: torch.Tensor, lr: float, steps: int) -> float:
-    """Return the decrease in loss from before the first step to after the last, on the training tokens."""
+def measure_decrease(
+    folder: Path | None, side: str, ids: torch.Tensor, lr: float, steps: int
+) -> float:
+    """Return the decrease in loss from before the first step to after the last, on the training
+    tokens."""
     model = new_model(folder, side)
     losses = train_losses(model, ids, lr, steps)
     return losses[0] - losses[-1]

@@ -1,7 +1,8 @@
-"""Train adapters on an nf4 base, on the same weights dequantized, and on the bf16 base, and compare losses.
+"""Train adapters on an nf4 base, on the same weights dequantized, and on the bf16 base, and compare
+losses.
 
     python benchmarks/fourbit_losses.py --model models/SmolLM2-135M-Instruct --text README.md
-    python benchmarks/fourbit_losses.py --tokens 64 --steps 3        # a small random model, on random tokens
+    python benchmarks/fourbit_losses.py --tokens 64 --steps 3     # a small random model and tokens
 
 All in bfloat16, with the same new adapters, tokens and AdamW.
 """
@@ -37,7 +38,8 @@ def write_dequantized(folder: Path, adapter: AdapterConfig, out: Path) -> None:
 
 def train(folder: Path, base: Any, ids: torch.Tensor, lr: float, steps: int) -> list[float]:
     """Train, and return the loss before each step and after the last."""
-    adapter, layout = AdapterConfig(16, base=base), Layout(dtype="bfloat16", tile_tokens=512)
+    adapter = AdapterConfig(16, base=base)
+    layout = Layout(dtype="bfloat16", tile_tokens=512)
     model = build_model(folder, make_mesh(1), layout, adapter=adapter).train()
     assert bool(packed_weights(model)) == (base == "nf4")
     losses = train_losses(model, ids, lr, steps)
@@ -54,11 +56,13 @@ def main(
     lr: Annotated[float, typer.Option()] = 5e-4,
     as_json: AsJson = False,
 ) -> None:
-    """Compare losses of adapters on an nf4 base, on its dequantized weights, and on the bf16 base."""
+    """Compare losses of adapters on an nf4 base, on its dequantized weights, and on the bf16
+    base."""
     start_process_group()
     ids = read_tokens(model, text, tokens)
     with tempfile.TemporaryDirectory() as name:
-        folder, dequantized = model or Path(name) / "small", Path(name) / "dequantized"
+        folder = model or Path(name) / "small"
+        dequantized = Path(name) / "dequantized"
         if model is None:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16).save_pretrained(folder)
@@ -71,8 +75,14 @@ def main(
     rows = []
     for step, losses in enumerate(zip(*runs.values(), strict=True)):
         nf4, plain, bf16 = losses
-        rows.append({"step": step, **dict(zip(runs, losses, strict=True)), "nf4 - dequantized": nf4 - plain,
-                     "nf4 - bf16": nf4 - bf16})  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                **dict(zip(runs, losses, strict=True)),
+                "nf4 - dequantized": nf4 - plain,
+                "nf4 - bf16": nf4 - bf16,
+            }
+        )
     print_rows(rows, as_json)
     end_process_group()
 

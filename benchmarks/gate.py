@@ -1,9 +1,10 @@
-"""Measure a Llama-3-8B layer as rank 0 of 8, at three lengths, and compare it with recorded figures.
+"""Measure a Llama-3-8B layer as rank 0 of 8, at three lengths, and compare it with recorded
+figures.
 
     python benchmarks/gate.py --baseline tests/gate_h200.json
 
-Exits with 1 if the seconds or the peak of a length exceed the recorded ones by more than 2 %. Writes the file if there
-is none.
+Exits with 1 if the seconds or the peak of a length exceed the recorded ones by more than 2 %.
+Writes the file if there is none.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def measure(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
             heads_per_stage=heads,
             overlap=overlap,
             tile_tokens=tile,
-            dtype=rehearse.compute_dtype(),
+            dtype=rehearse.rehearsal_dtype(),
             input_tier="host",
             keep_attention=2,
             attention_tier="host",
@@ -50,26 +51,45 @@ def measure(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
             measured = rehearse.rehearse(find_config("llama3-8b"), layout, 8, context)
         gc.collect()
         torch.cuda.empty_cache()
-        figures = {"seconds": measured.forward_s + measured.backward_s, "peak GiB": measured.peak_bytes / GIB}
+        figures = {
+            "seconds": measured.forward_s + measured.backward_s,
+            "peak GiB": measured.peak_bytes / GIB,
+        }
         before = recorded.get(str(context), {})
-        ratios = {f"{name}, x recorded": value / before[name] for name, value in figures.items() if name in before}
+        ratios = {
+            f"{name}, x recorded": value / before[name]
+            for name, value in figures.items()
+            if name in before
+        }
         rows.append({"context": context, **figures, **ratios})
     return rows
 
 
 def main(
-    baseline: Annotated[Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")],
+    baseline: Annotated[
+        Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Compare the seconds and peak memory of a layer with recorded figures; exit with 1 beyond 2 %."""
-    recorded = read_json(baseline, "--baseline ", "give a file that this script wrote") if baseline.exists() else {}
+    """Compare the seconds and peak memory of a layer with recorded figures; exit with 1 beyond 2
+    %."""
+    recorded = (
+        read_json(baseline, "--baseline ", "give a file that this script wrote")
+        if baseline.exists()
+        else {}
+    )
     check_writable("--baseline", baseline)
     rows = measure(recorded)
     print_rows(rows, as_json)
     if not recorded:
         figures = {str(row.pop("context")): row for row in rows}
         baseline.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if any(value > 1 + TOLERANCE for row in rows for name, value in row.items() if name.endswith("recorded")):
+    if any(
+        value > 1 + TOLERANCE
+        for row in rows
+        for name, value in row.items()
+        if name.endswith("recorded")
+    ):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/ladder.py llama3-8b --context 128K --ranks 8 --tile 8K
 
-peak: of the layers, above the same layers at few tokens. X: one activation [tokens per rank, hidden].
+peak: of the layers, above the same layers at few tokens. X: one activation
+[tokens per rank, hidden].
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ithaka.plan.models import find_config
 from ithaka.run.shapes import find_shape
 
 
-def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
+def measure(
+    config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int
+) -> list[dict[str, Any]]:
     """Return a row per technique, each added to the ones before it."""
     rungs: dict[str, dict[str, Any]] = {
         "none": {},
@@ -33,7 +36,9 @@ def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, 
         "+ stages": {"heads_per_stage": ranks},
         "+ kept attention": {"keep_attention": layers, "attention_tier": "host"},
     }
-    layout = make_layout(layers, cp=ranks, keep_everything=layers, overlap=False, dtype=rehearse.compute_dtype())
+    layout = make_layout(
+        layers, cp=ranks, keep_everything=layers, overlap=False, dtype=rehearse.rehearsal_dtype()
+    )
     rows = []
     for name, change in rungs.items():
         layout = layout.with_changes(**change)
@@ -41,9 +46,14 @@ def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, 
             measured = rehearse.rehearse(config, layout, ranks, context)
         gc.collect()
         torch.cuda.empty_cache()
-        sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}
+        sizes = {
+            "peak MiB": measured.layer_bytes / 2**20,
+            "peak X": measured.layer_bytes / measured.x_bytes,
+        }
         seconds = {"forward s": measured.forward_s, "backward s": measured.backward_s}
-        rows.append({"technique": name, **sizes, "host MiB": measured.host_bytes / 2**20, **seconds})
+        rows.append(
+            {"technique": name, **sizes, "host MiB": measured.host_bytes / 2**20, **seconds}
+        )
     return rows
 
 
@@ -58,8 +68,13 @@ def main(
     """Measure peak memory and seconds per layer, enabling one technique after the other."""
     num_heads = find_shape(model).heads
     if ranks > num_heads:
-        raise ConfigError(f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}")
-    sizes = {"context": parse_tokens(context, "--context"), "tile_tokens": parse_tokens(tile, "--tile")}
+        raise ConfigError(
+            f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}"
+        )
+    sizes = {
+        "context": parse_tokens(context, "--context"),
+        "tile_tokens": parse_tokens(tile, "--tile"),
+    }
     print_rows(measure(find_config(model), ranks, **sizes, layers=layers), as_json)
 
 

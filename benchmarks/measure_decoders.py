@@ -1,12 +1,13 @@
 """Measure the built-in models: `python benchmarks/measure_decoders.py`.
 
-Rewrites the shapes in src/ithaka/plan/decoders.json. To add a model, add its hub id and config.json there first.
+Rewrites the shapes in src/ithaka/plan/decoders.json. To add a model, add its hub id and config.json
+there first.
 """
 
 import json
 from pathlib import Path
 
-from ithaka.model.shape import measure_model
+from ithaka.model.measure import measure_model
 from ithaka.plan.models import shape_to_json
 
 FILE = Path(__file__).parent.parent / "src" / "ithaka" / "plan" / "decoders.json"

@@ -1,7 +1,9 @@
-"""Measure training steps of one side: `python benchmarks/one_case.py hf` or `ithaka`, started by against_liger.py.
+"""Measure training steps of one side: `python benchmarks/one_case.py hf` or `ithaka`, started by
+against_liger.py.
 
-Reads cases from standard input, one JSON object per line, and prints a line of figures for each. Both sides train the
-same model on the same tokens with the same loop: float32 weights and moments, bfloat16 computation, fused AdamW.
+Reads cases from standard input, one JSON object per line, and prints a line of figures for each.
+Both sides train the same model on the same tokens with the same loop: float32 weights and moments,
+bfloat16 computation, fused AdamW.
 """
 
 import dataclasses
@@ -26,22 +28,48 @@ from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.search import make_search_space, work_from_config
 
-MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may have the same plan
+# by context and layout: two cases of ithaka may have the same plan
+MEASURED: dict[str, dict[str, Any]] = {}
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"
 COMPUTE = "bfloat16" if ON_GPU else "float32"  # a CPU is for smoke tests only
-NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}  # 3b: Llama 3.2 3B
-TIMED_STEPS, TIMED_S = 5, 4.0  # at least two steps, then until one of these is reached
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+# 3b: Llama 3.2 3B
+SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}
+# at least two steps, then until one of these is reached
+TIMED_STEPS = 5
+TIMED_S = 4.0
 # Settings of ithaka that a case fixes; the planner decides the rest.
-ON_DEVICE = {"offload": "none", "keep_attention": "all", "attention_offload": "none", "keep_projections": "none"}
-SETTINGS = {"none": {"checkpoint": "none"}, "full": {"checkpoint": "full", **ON_DEVICE}, "planned": {}}
+ON_DEVICE = {
+    "offload": "none",
+    "keep_attention": "all",
+    "attention_offload": "none",
+    "keep_projections": "none",
+}
+SETTINGS = {
+    "none": {"checkpoint": "none"},
+    "full": {"checkpoint": "full", **ON_DEVICE},
+    "planned": {},
+}
 
 
 def new_model(case: dict, **options: Any) -> Any:
     """Build the model, with the same weights on both sides."""
-    shape = dict(zip(NAMES, SHAPES[case["model"]], strict=True)) | {"num_hidden_layers": case["layers"]}
-    shape |= {"max_position_embeddings": case["tokens"], "tie_word_embeddings": True, "use_cache": False}
+    shape = dict(zip(NAMES, SHAPES[case["model"]], strict=True)) | {
+        "num_hidden_layers": case["layers"]
+    }
+    shape |= {
+        "max_position_embeddings": case["tokens"],
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
     config = LlamaConfig(**shape, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     torch.manual_seed(0)
     with DEVICE:
@@ -50,7 +78,8 @@ def new_model(case: dict, **options: Any) -> Any:
 
 def new_batch(case: dict) -> dict[str, Any]:
     """Make a batch on the host. The first token of a packed document is not a label."""
-    random, vocab = torch.Generator().manual_seed(1), SHAPES[case["model"]][-1]
+    random = torch.Generator().manual_seed(1)
+    vocab = SHAPES[case["model"]][-1]
     ids = torch.randint(vocab, (1, case["tokens"]), generator=random)
     labels = ids.clone()
     labels[:, :: case["documents"] or case["tokens"]] = -100
@@ -58,18 +87,24 @@ def new_batch(case: dict) -> dict[str, Any]:
 
 
 def hf(case: dict) -> tuple[Any, Callable[[], Any]]:
-    """Set up Hugging Face. precision=autocast: as in `Trainer(bf16=True)`; the residual stream is float32.
-    precision=fsdp2: as in ithaka; the residual stream and the weights that Liger's loss reads are bfloat16."""
+    """Set up Hugging Face. precision=autocast: as in `Trainer(bf16=True)`; the residual stream is
+    float32. precision=fsdp2: as in ithaka; the residual stream and the weights that Liger's loss
+    reads are bfloat16."""
     model = new_model(case, attn_implementation=case["attention"])
     if case["checkpointing"] == "on":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case["precision"] == "fsdp2":
         start_process_group(DEVICE)
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, COMPUTE), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, COMPUTE), reduce_dtype=torch.float32
+        )
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=policy)
-    batch, length, lengths = new_batch(case), case["documents"], {}
-    if length and case["attention"] == "sdpa":  # rows of a batch: documents of one length need no packing
+    batch = new_batch(case)
+    length = case["documents"]
+    lengths = {}
+    # rows of a batch: documents of one length need no packing
+    if length and case["attention"] == "sdpa":
         batch = {name: value.view(-1, length) for name, value in batch.items()}
     elif length:  # as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) packs
         ends = torch.arange(0, case["tokens"] + 1, length, dtype=torch.int32)
@@ -78,30 +113,41 @@ def hf(case: dict) -> tuple[Any, Callable[[], Any]]:
         lengths = {"max_length_q": length, "max_length_k": length}
 
     def forward() -> Any:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU and case["precision"] == "autocast"):
+        with torch.autocast(
+            DEVICE.type, torch.bfloat16, enabled=ON_GPU and case["precision"] == "autocast"
+        ):
             return model(**{name: value.to(DEVICE) for name, value in batch.items()}, **lengths)
 
     return model, forward
 
 
 def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
-    """Set up ithaka, planned within `within_GiB` of allocated memory if the case has it, else within the GPU's; 1 % is
-    left for the error of the plan."""
-    model, batch = new_model(case), new_batch(case)
+    """Set up ithaka, planned within `within_GiB` of allocated memory if the case has it, else
+    within the GPU's; 1 % is left for the error of the plan."""
+    model = new_model(case)
+    batch = new_batch(case)
     gpu = (gpu_named(torch.cuda.get_device_name()) if ON_GPU else GPUS["CPU"]) or GPUS["H200-141GB"]
     limit = (0.99 * (case.get("within_GiB") or 1e6) * GIB + RESERVE_BYTES) / (1 - RESERVE_SHARE)
     total = torch.cuda.mem_get_info()[1] if ON_GPU else gpu.memory_bytes
     gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, total, int(limit)))
     memory = {"offload_optimizer": False, **SETTINGS[case["how"]]}
-    config = parse_config({"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory})
+    config = parse_config(
+        {"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory}
+    )
     hardware = Hardware(gpu, host_bytes=available_memory())
-    space = make_search_space(config, {f"memory.{name}" for name in memory}, shape_from_model(model), hardware)
-    plan = space.choose(dataclasses.replace(work_from_config(config), document_tokens=case["documents"] or None))
+    space = make_search_space(
+        config, {f"memory.{name}" for name in memory}, shape_from_model(model), hardware
+    )
+    plan = space.choose(
+        dataclasses.replace(work_from_config(config), document_tokens=case["documents"] or None)
+    )
     case |= {"fits": plan.fits, "plan": f"{case['tokens']} {case['documents']} {plan.layout}"}
     if case["documents"]:
         batch["document_ids"] = torch.arange(case["tokens"])[None] // case["documents"]
     if case["plan"] not in MEASURED:
-        parallelize(model, context=case["tokens"], layout=dataclasses.replace(plan.layout, dtype=COMPUTE))
+        parallelize(
+            model, context=case["tokens"], layout=dataclasses.replace(plan.layout, dtype=COMPUTE)
+        )
     return model, lambda: model(**batch)
 
 
@@ -131,7 +177,11 @@ def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any
         timed.append(step_s())
     median = statistics.median(timed)
     peak = round(torch.cuda.max_memory_allocated() / GIB, 2) if ON_GPU else None
-    figures = {"step_s": round(median, 4), "tokens_per_s": round(case["tokens"] / median), "peak_GiB": peak}
+    figures = {
+        "step_s": round(median, 4),
+        "tokens_per_s": round(case["tokens"] / median),
+        "peak_GiB": peak,
+    }
     figures |= {"all_s": [round(s, 4) for s in timed], "losses": losses}
     return MEASURED.setdefault(case["plan"], figures) if "plan" in case else figures
 
@@ -143,10 +193,14 @@ def main() -> None:
     if side is hf and ON_GPU:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
+        apply_liger_kernel_to_llama(
+            rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True
+        )
     about = [torch.cuda.get_device_name() if ON_GPU else "CPU"]
     names = ("torch", "transformers", "liger_kernel", "liger-kernel", "flash-attn-4")
-    about += sorted({f"{found.name} {found.version}" for found in distributions() if found.name in names})
+    about += sorted(
+        {f"{found.name} {found.version}" for found in distributions() if found.name in names}
+    )
     for line in sys.stdin:
         case = json.loads(line)
         try:

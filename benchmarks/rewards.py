@@ -1,19 +1,24 @@
-"""Measure DPO and GRPO updates of TRL, plain and with long_context: seconds, peak memory and the longest trace.
+"""Measure DPO and GRPO updates of TRL, plain and with long_context: seconds, peak memory and the
+longest trace.
 
     python benchmarks/rewards.py grpo dpo --sides ithaka plain --lora --layers 4   # at 128K
-    python benchmarks/rewards.py longest --lora             # plain TRL's longest traces on an 80 GB GPU
-    python benchmarks/rewards.py plan                       # ithaka's, on one and eight 80 GB GPUs; needs no GPU
-    python benchmarks/rewards.py rehearse                   # rank 0 of these on this GPU, with a few layers
-    python benchmarks/rewards.py weights --size llama-8b    # gather all tensors, copy them to the host
-    python benchmarks/rewards.py grpo dpo plan rehearse longest --tokens 256 --size toy --lora    # smoke test on a CPU
+    python benchmarks/rewards.py longest --lora            # plain TRL's traces on an 80 GB GPU
+    python benchmarks/rewards.py plan                      # ithaka's, on one and eight; no GPU
+    python benchmarks/rewards.py rehearse                  # rank 0 of these, with a few layers
+    python benchmarks/rewards.py weights --size llama-8b   # gather all tensors, copy to the host
 
-Everything runs in one process, ithaka first, one line of JSON each. Tokens are random. A DPO update has one pair, two
-rows of --tokens; a GRPO update has two completions, one micro-step each. Both have a reference: the model without its
-adapter or, without --lora, a frozen copy. The first update is not counted. --gpu limits memory to another GPU's.
+A smoke test on a CPU:
 
-`longest` measures the peak of plain TRL at two lengths, extrapolates to the limit and tries that length, then shorter
-ones until one fits. `longest`, and `rehearse` at the longest trace, cut attention into blocks, which changes its time
-but not its allocations.
+    python benchmarks/rewards.py grpo dpo plan rehearse longest --tokens 256 --size toy --lora
+
+Everything runs in one process, ithaka first, one line of JSON each. Tokens are random. A DPO update
+has one pair, two rows of --tokens; a GRPO update has two completions, one micro-step each. Both
+have a reference: the model without its adapter or, without --lora, a frozen copy. The first update
+is not counted. --gpu limits memory to another GPU's.
+
+`longest` measures the peak of plain TRL at two lengths, extrapolates to the limit and tries that
+length, then shorter ones until one fits. `longest`, and `rehearse` at the longest trace, cut
+attention into blocks, which changes its time but not its allocations.
 """
 
 import argparse
@@ -39,7 +44,7 @@ import ithaka
 from ithaka.checks import rehearse as rehearsal
 from ithaka.comm.mesh import default_device, end_process_group, free_memory
 from ithaka.config import AdapterConfig
-from ithaka.hf.trainer import long_context
+from ithaka.hf.trainers import long_context
 from ithaka.plan.hardware import GIB, find_gpu, parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace
@@ -47,10 +52,25 @@ from ithaka.plan.shape import StepShape
 from ithaka.run import launch
 from ithaka.run.shapes import shape_from_config
 
-LLAMA_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8}
-TOY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA_3B = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+}
+TOY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SIZES = {
-    "llama-3b": {**LLAMA_3B, "num_hidden_layers": 28, "vocab_size": 128256, "tie_word_embeddings": True},
+    "llama-3b": {
+        **LLAMA_3B,
+        "num_hidden_layers": 28,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
     "llama-8b": {
         **LLAMA_3B,
         "hidden_size": 4096,
@@ -62,7 +82,8 @@ SIZES = {
     "toy": {**TOY, "num_hidden_layers": 2, "vocab_size": 512},
 }
 NUM_WORDS = 200  # vocabulary
-PROMPT, RANK = 64, 16
+PROMPT = 64
+RANK = 16
 ROWS = {"grpo": 1, "dpo": 2}  # per micro-step
 MARGIN = 0.97  # each length tried is at most this fraction of the one before
 ON_GPU = torch.cuda.is_available()
@@ -70,7 +91,8 @@ BLOCK = 16384 if ON_GPU else 64  # tokens per attention block in `longest`
 
 
 class Clock(TrainerCallback):
-    """Times each update after the first. `stops`: end after the first micro-step, which has the peak."""
+    """Times each update after the first. `stops`: end after the first micro-step, which has the
+    peak."""
 
     def __init__(self, stops: bool = False) -> None:
         self.seconds: list[float] = []
@@ -105,9 +127,12 @@ def model_config(size: str, tokens: int, layers: int | None = None) -> Any:
 def make_model(arguments: argparse.Namespace, tokens: int, folder: str, **options: Any) -> Any:
     """A model with random weights. It is saved first if TRL loads a copy of it as the reference."""
     torch.manual_seed(0)
-    config, lora = model_config(arguments.size, tokens, arguments.layers), arguments.lora
+    config = model_config(arguments.size, tokens, arguments.layers)
+    lora = arguments.lora
     with torch.device(default_device() if lora else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if ON_GPU else torch.float32, **options)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if ON_GPU else torch.float32, **options
+        )
     if lora:
         return model
     model.save_pretrained(folder)
@@ -115,10 +140,14 @@ def make_model(arguments: argparse.Namespace, tokens: int, folder: str, **option
 
 
 def draw(count: int, seed: int) -> list[int]:
-    return torch.randint(NUM_WORDS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        NUM_WORDS, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
-def make_trainer(arguments: argparse.Namespace, name: str, side: str, tokens: int, folder: str) -> Any:
+def make_trainer(
+    arguments: argparse.Namespace, name: str, side: str, tokens: int, folder: str
+) -> Any:
     length = tokens - PROMPT
     settings = {
         "per_device_train_batch_size": 1,
@@ -134,18 +163,36 @@ def make_trainer(arguments: argparse.Namespace, name: str, side: str, tokens: in
     options = {"attn_implementation": arguments.attention} if side == "plain" else {}
     model = make_model(arguments, tokens, folder, **options)
     lora = LoraConfig(r=RANK, target_modules="all-linear") if arguments.lora else None
-    named: dict[str, Any] = {"model": model, "processing_class": word_tokenizer(), "peft_config": lora}
+    named: dict[str, Any] = {
+        "model": model,
+        "processing_class": word_tokenizer(),
+        "peft_config": lora,
+    }
     trainer_class: Any
     if name == "dpo":
-        trainer_class, args = DPOTrainer, DPOConfig(folder, max_length=tokens, **settings)
-        texts = ["".join(f" w{i}" for i in draw(count, n)) for n, count in enumerate((PROMPT, length, length))]
+        trainer_class = DPOTrainer
+        args = DPOConfig(folder, max_length=tokens, **settings)
+        texts = [
+            "".join(f" w{i}" for i in draw(count, n))
+            for n, count in enumerate((PROMPT, length, length))
+        ]
         row = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
         named["train_dataset"] = Dataset.from_list([row] * 4)
     else:
-        more = {"num_generations": 2, "gradient_accumulation_steps": 2, "max_completion_length": length}
-        trainer_class, args = GRPOTrainer, GRPOConfig(folder, **settings, **more)
-        named |= {"train_dataset": Dataset.from_list([{"prompt": "w1"}] * 4), "rollout_func": roll_out}
-        named["reward_funcs"] = lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids]
+        more = {
+            "num_generations": 2,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": length,
+        }
+        trainer_class = GRPOTrainer
+        args = GRPOConfig(folder, **settings, **more)
+        named |= {
+            "train_dataset": Dataset.from_list([{"prompt": "w1"}] * 4),
+            "rollout_func": roll_out,
+        }
+        named["reward_funcs"] = lambda completion_ids, **columns: [
+            float(ids[0]) for ids in completion_ids
+        ]
     if side == "plain":
         return trainer_class(args=args, **named)
     return long_context(trainer_class)(args=args, **named, ithaka={"context": tokens})
@@ -154,14 +201,21 @@ def make_trainer(arguments: argparse.Namespace, name: str, side: str, tokens: in
 def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     completions = [draw(trainer.max_completion_length, i) for i in range(len(prompts))]
     logprobs = [[-5.0] * len(ids) for ids in completions]
-    return {"prompt_ids": [draw(PROMPT, 0)] * len(prompts), "completion_ids": completions, "logprobs": logprobs}
+    return {
+        "prompt_ids": [draw(PROMPT, 0)] * len(prompts),
+        "completion_ids": completions,
+        "logprobs": logprobs,
+    }
 
 
 def measure_update(
     arguments: argparse.Namespace, name: str, side: str, tokens: int, stops: bool = False
 ) -> dict[str, Any]:
-    """Return the seconds of an update (not with `stops`) and the peak in GiB; neither if memory ran out."""
-    clock, seconds, is_out = Clock(stops), None, False
+    """Return the seconds of an update (not with `stops`) and the peak in GiB; neither if memory ran
+    out."""
+    clock = Clock(stops)
+    seconds = None
+    is_out = False
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
@@ -177,21 +231,34 @@ def measure_update(
             trainer = None
             free_memory()
     peak = torch.cuda.max_memory_allocated() / GIB if ON_GPU and not is_out else None
-    case = {"trainer": name, "side": side, "tokens": tokens, "lora": arguments.lora, "layers": arguments.layers}
-    return {**case, "seconds": seconds and round(seconds, 3), "peak_gib": peak and round(peak, 2), "fits": not is_out}
+    case = {
+        "trainer": name,
+        "side": side,
+        "tokens": tokens,
+        "lora": arguments.lora,
+        "layers": arguments.layers,
+    }
+    return {
+        **case,
+        "seconds": seconds and round(seconds, 3),
+        "peak_gib": peak and round(peak, 2),
+        "fits": not is_out,
+    }
 
 
 @contextlib.contextmanager
 def attention_in_blocks(implementation: str) -> Iterator[None]:
-    """Cut the attention of plain models into blocks of BLOCK tokens: the same allocations, in linear time. Rows have no
-    padding, so that masks are not needed."""
+    """Cut the attention of plain models into blocks of BLOCK tokens: the same allocations, in
+    linear time. Rows have no padding, so that masks are not needed."""
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
 
     def attend_in_blocks(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
         tokens = q.shape[2]
         assert tokens % BLOCK == 0, tokens
         named.pop("position_ids", None)
-        q, k, v = (x.transpose(1, 2).reshape(-1, BLOCK, *x.shape[1::2]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (
+            x.transpose(1, 2).reshape(-1, BLOCK, *x.shape[1::2]).transpose(1, 2) for x in (q, k, v)
+        )
         out, weights = attend(module, q, k, v, None, **named)
         return out.reshape(-1, tokens, *out.shape[2:]), weights
 
@@ -202,10 +269,14 @@ def attention_in_blocks(implementation: str) -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS[implementation] = attend
 
 
-def find_longest(arguments: argparse.Namespace, name: str, limit_gib: float) -> Iterator[dict[str, Any]]:
-    """Yield updates of plain TRL: two short ones, then from the extrapolated length down to one that fits."""
+def find_longest(
+    arguments: argparse.Namespace, name: str, limit_gib: float
+) -> Iterator[dict[str, Any]]:
+    """Yield updates of plain TRL: two short ones, then from the extrapolated length down to one
+    that fits."""
     arguments = argparse.Namespace(**{**vars(arguments), "steps": 0, "layers": None})
-    lengths, peaks = (2 * BLOCK, 4 * BLOCK), []
+    lengths = (2 * BLOCK, 4 * BLOCK)
+    peaks = []
     with attention_in_blocks(arguments.attention):
         for tokens in lengths:
             yield (result := measure_update(arguments, name, "plain", tokens, stops=name == "grpo"))
@@ -219,14 +290,20 @@ def find_longest(arguments: argparse.Namespace, name: str, limit_gib: float) -> 
             tokens = min(int(MARGIN * tokens), tokens - BLOCK)
 
 
-def make_plan(arguments: argparse.Namespace, name: str, gpus: str, lora: bool, tokens: int | None = None) -> Plan:
+def make_plan(
+    arguments: argparse.Namespace, name: str, gpus: str, lora: bool, tokens: int | None = None
+) -> Plan:
     """Plan a micro-step at `tokens` per row, by default the most that fit."""
     with tempfile.TemporaryDirectory() as folder:
         model_config(arguments.size, 2048).save_pretrained(folder)
-        shape = shape_from_config(find_config(folder)).with_adapter(AdapterConfig(rank=RANK) if lora else None)
+        shape = shape_from_config(find_config(folder)).with_adapter(
+            AdapterConfig(rank=RANK) if lora else None
+        )
     hardware = parse_gpus(gpus)
     space = SearchSpace(replace(shape, reference=not lora), hardware, {"cp": hardware.num_gpus})
-    return space.choose(StepShape(tokens or space.longest_context(ROWS[name]), ROWS[name], reference=True))
+    return space.choose(
+        StepShape(tokens or space.longest_context(ROWS[name]), ROWS[name], reference=True)
+    )
 
 
 def describe_plan(name: str, plan: Plan) -> dict[str, Any]:
@@ -237,24 +314,39 @@ def describe_plan(name: str, plan: Plan) -> dict[str, Any]:
     return {**case, "fits": plan.fits, "seconds": round(plan.step_s, 2), "gib": gib}
 
 
-def rehearse(arguments: argparse.Namespace, name: str, gpus: str, longest: bool = False) -> dict[str, Any]:
-    """Rank 0 of `gpus` with a few layers: memory only at the longest trace (not on a CPU), time too at --tokens."""
+def rehearse(
+    arguments: argparse.Namespace, name: str, gpus: str, longest: bool = False
+) -> dict[str, Any]:
+    """Rank 0 of `gpus` with a few layers: memory only at the longest trace (not on a CPU), time too
+    at --tokens."""
     plan = make_plan(arguments, name, gpus, True, None if longest and ON_GPU else arguments.tokens)
     truncated = rehearsal.truncate_plan(plan, arguments.rehearsed_layers, memory_only=longest)
     with tempfile.TemporaryDirectory() as folder:
         model_config(arguments.size, plan.work.tokens).save_pretrained(folder)
         rows, phase = rehearsal.rehearse_plan(plan, truncated, folder)
     free_memory()
-    figures = {row["what"]: [row["planned"] and round(row["planned"], 3), round(row["measured"], 3)] for row in rows}
-    return {"rehearsed": name, "gpus": gpus, "tokens": plan.work.context, "phase": phase, "planned, measured": figures}
+    figures = {
+        row["what"]: [row["planned"] and round(row["planned"], 3), round(row["measured"], 3)]
+        for row in rows
+    }
+    return {
+        "rehearsed": name,
+        "gpus": gpus,
+        "tokens": plan.work.context,
+        "phase": phase,
+        "planned, measured": figures,
+    }
 
 
 def measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time `iterate_weights` with a copy of each tensor to the host, after a warm-up."""
     torch.manual_seed(0)
     with default_device():
-        model = AutoModelForCausalLM.from_config(model_config(arguments.size, 2048), dtype=torch.bfloat16)
-    model, seconds = ithaka.parallelize(model), []
+        model = AutoModelForCausalLM.from_config(
+            model_config(arguments.size, 2048), dtype=torch.bfloat16
+        )
+    model = ithaka.parallelize(model)
+    seconds = []
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
         for _, tensor in ithaka.iterate_weights(model):
@@ -265,7 +357,8 @@ def measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield results: plans, rehearsals, ithaka, then plain TRL."""
-    gpu, tasks = find_gpu(arguments.gpu), arguments.tasks
+    gpu = find_gpu(arguments.gpu)
+    tasks = arguments.tasks
     if ON_GPU:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpu.memory_bytes / total))
@@ -293,16 +386,26 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="+", choices=["dpo", "grpo", "longest", "plan", "rehearse", "weights"])
-    parser.add_argument("--sides", nargs="+", choices=["ithaka", "plain"], default=["ithaka"], help="in this order")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tasks", nargs="+", choices=["dpo", "grpo", "longest", "plan", "rehearse", "weights"]
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=["ithaka", "plain"], default=["ithaka"], help="in this order"
+    )
     parser.add_argument("--tokens", type=int, default=131072, help="per row, with a short prompt")
     parser.add_argument("--size", choices=SIZES, default="llama-3b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for dpo and grpo")
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers than the shape has, for dpo and grpo"
+    )
     parser.add_argument("--rehearsed-layers", type=int, default=2)
     parser.add_argument("--gpu", default="H100-80GB", help="plan for this GPU, within its memory")
     parser.add_argument("--lora", action="store_true", help="for updates and longest")
-    parser.add_argument("--attention", default="flash_attention_4" if ON_GPU else "sdpa", help="of plain TRL")
+    parser.add_argument(
+        "--attention", default="flash_attention_4" if ON_GPU else "sdpa", help="of plain TRL"
+    )
     parser.add_argument("--steps", type=int, default=1)
     for result in run(parser.parse_args()):
         print(json.dumps(result), flush=True)

@@ -1,10 +1,11 @@
-"""Count the calls and bytes of one Llama-3-8B layer's exchanges, with several ranks on one GPU, next to the plan.
+"""Count the calls and bytes of one Llama-3-8B layer's exchanges, with several ranks on one GPU,
+next to the plan.
 
-    LD_PRELOAD=DIR/libnccl.so.2 python benchmarks/ring_traffic.py        # needs NCCL 2.30 or later
-    python benchmarks/ring_traffic.py --tiny                             # smoke test with gloo, without a GPU
+    LD_PRELOAD=DIR/libnccl.so.2 python benchmarks/ring_traffic.py    # needs NCCL 2.30 or later
+    python benchmarks/ring_traffic.py --tiny                         # smoke test on a CPU
 
-PyTorch's profiler records every collective of one forward and backward. Prints a JSON line per case: the largest count
-over the ranks, by direction and group, and the planned bytes of the ring.
+PyTorch's profiler records every collective of one forward and backward. Prints a JSON line per
+case: the largest count over the ranks, by direction and group, and the planned bytes of the ring.
 """
 
 from __future__ import annotations
@@ -54,18 +55,26 @@ def case_layout(ranks: int, ring: int, stages: int, tokens: int) -> Layout:
 
 
 def count_collectives(trace: dict[str, Any], ulysses: int) -> dict[str, int]:
-    """Calls and bytes of all-to-alls by direction and group; on a GPU also NCCL's kernels. A call counts what is sent
-    to or received from other ranks, whichever is more. The Ulysses group exchanges flat tensors, of which a rank keeps
-    its own part; a ring exchanges [rows, heads, K]."""
+    """Calls and bytes of all-to-alls by direction and group; on a GPU also NCCL's kernels. A call
+    counts what is sent to or received from other ranks, whichever is more. The Ulysses group
+    exchanges flat tensors, of which a rank keeps its own part; a ring exchanges
+    [rows, heads, K]."""
     events = trace["traceEvents"]
-    marks = [event for event in events if event.get("cat") == "user_annotation"]  # on the host, where calls start
-    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in marks if e["name"] in ("forward", "backward")}
+    # on the host, where calls start
+    marks = [event for event in events if event.get("cat") == "user_annotation"]
+    spans = {
+        e["name"]: (e["ts"], e["ts"] + e["dur"])
+        for e in marks
+        if e["name"] in ("forward", "backward")
+    }
     counts = Counter[str]()
     for event in events:
         if event.get("cat") == "kernel" and "nccl" in event["name"] and "SendRecv" in event["name"]:
             counts["NCCL kernels that send and receive"] += 1
         if event.get("name") == "c10d::alltoall_base_":
-            direction = next(name for name, (begin, end) in spans.items() if begin <= event["ts"] <= end)
+            direction = next(
+                name for name, (begin, end) in spans.items() if begin <= event["ts"] <= end
+            )
             received, sent = event["args"]["Input Dims"][:2]
             itemsize = ITEMSIZES[event["args"]["Input type"][1]]
             group = "Ulysses" if len(sent) == 1 else "ring"
@@ -96,10 +105,15 @@ def run_rank(tokens: int, tiny: bool, folder: Path) -> None:
         file = folder / f"{dist.get_rank()}.json"
         profiler.export_chrome_trace(str(file))
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, count_collectives(json.loads(file.read_text()), layout.ulysses))
+        dist.all_gather_object(
+            gathered, count_collectives(json.loads(file.read_text()), layout.ulysses)
+        )
         if dist.get_rank() == 0:
             about = {"tokens": tokens, "ring": ring, "ulysses": layout.ulysses, "stages": stages}
-            most = {name: max(counts.get(name, 0) for counts in gathered) for name in sorted(gathered[0])}
+            most = {
+                name: max(counts.get(name, 0) for counts in gathered)
+                for name in sorted(gathered[0])
+            }
             print(json.dumps(about | most | planned_bytes(config, layout, tokens)), flush=True)
         del model, loss
     end_process_group()
@@ -109,7 +123,10 @@ def planned_bytes(config: dict[str, Any], layout: Layout, tokens: int) -> dict[s
     """The ring's bytes, as in plan/seconds.py."""
     sizes = LayerBytes(shape_from_config(config, "llama3-8b"), layout, tokens // layout.cp)
     kv = sizes.ring_kv * (layout.ring - 1)
-    return {"planned forward ring bytes": kv, "planned backward ring bytes": kv + sizes.in_sum_dtype(kv)}
+    return {
+        "planned forward ring bytes": kv,
+        "planned backward ring bytes": kv + sizes.in_sum_dtype(kv),
+    }
 
 
 def main(
@@ -126,10 +143,23 @@ def main(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as name:
-        words = ["--tokens", str(1024 if tiny else tokens), "--folder", name, *(["--tiny"] if tiny else [])]
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **SEVERAL_ON_ONE}
+        words = [
+            "--tokens",
+            str(1024 if tiny else tokens),
+            "--folder",
+            name,
+            *(["--tiny"] if tiny else []),
+        ]
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            **SEVERAL_ON_ONE,
+        }
         processes = [
-            subprocess.Popen([sys.executable, __file__, *words], env=os.environ | shared | {"RANK": str(rank)})
+            subprocess.Popen(
+                [sys.executable, __file__, *words], env=os.environ | shared | {"RANK": str(rank)}
+            )
             for rank in range(ranks)
         ]
         if any([process.wait() for process in processes]):

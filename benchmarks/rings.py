@@ -1,11 +1,13 @@
-"""Measure one layer of Llama-3-8B as rank 0 of a ring of nodes, and of one Ulysses group of the same size.
+"""Measure one layer of Llama-3-8B as rank 0 of a ring of nodes, and of one Ulysses group of the
+same size.
 
     python benchmarks/rings.py                                # 2 x 8 and 4 x 8 ranks at 256K and 1M
     python benchmarks/rings.py --contexts 4M --steps 1 --sides ring,Ulysses         # three minutes
 
-Exchanges are local copies, and planned seconds exclude exchanges. Sides: `ring`; `unaligned`, a ring whose score blocks
-are cut at the blocks of keys and again at the rounds; `Ulysses`, without a ring. A GPU's speed drifts, so each ring is
-measured right before its group. Prints a JSON line per measurement.
+Exchanges are local copies, and planned seconds exclude exchanges. Sides: `ring`; `unaligned`, a
+ring whose score blocks are cut at the blocks of keys and again at the rounds; `Ulysses`, without a
+ring. A GPU's speed drifts, so each ring is measured right before its group. Prints a JSON line per
+measurement.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def unaligned_blocks(on: bool) -> Iterator[None]:
 
 
 def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
-    """Attention in `stages` stages of a rank's heads; inputs and attention outputs are kept on the device."""
+    """Attention in `stages` stages of a rank's heads; inputs and attention outputs are kept on the
+    device."""
     ulysses = 8 * nodes // ring
     heads = None if stages == 1 else max(ulysses, 32 // stages)
     return make_layout(
@@ -55,7 +58,7 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
         heads_per_stage=heads,
         overlap=True,
         tile_tokens=8192,
-        dtype=rehearse.compute_dtype(),
+        dtype=rehearse.rehearsal_dtype(),
         input_tier="device",
         keep_attention=1,
         attention_tier="device",
@@ -63,7 +66,8 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
 
 
 def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) -> dict[str, Any]:
-    hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), StepShape(context)
+    hardware = find_hardware(f"{layout.cp // 8}x8xH200")
+    work = StepShape(context)
     shape = shape_from_config(config, "llama3-8b").keep_layers([0])
     plan = Plan(shape, layout, hardware, work)
     seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], layout.kept[0])
@@ -75,26 +79,40 @@ def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) ->
     planned = dict(zip(found, (each.total - each.exchange for each in seconds), strict=True))
     row: dict[str, Any] = {}
     for name, value in found.items():
-        row |= {name: value, f"planned {name}": planned[name], f"{name} x planned": value / planned[name]}
-    peak, ledger = measured.peak_bytes, plan.ledger
-    return row | {"peak_GiB": peak / GIB, "planned peak_GiB": (ledger.gpu_peak - ledger.gpu["reserve"]) / GIB}
+        row |= {
+            name: value,
+            f"planned {name}": planned[name],
+            f"{name} x planned": value / planned[name],
+        }
+    peak = measured.peak_bytes
+    ledger = plan.ledger
+    return row | {
+        "peak_GiB": peak / GIB,
+        "planned peak_GiB": (ledger.gpu_peak - ledger.gpu["reserve"]) / GIB,
+    }
 
 
 def main(
     nodes: Annotated[str, typer.Option(help="Nodes of 8 GPUs.")] = "2,4",
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "256K,1M",
-    stages: Annotated[str, typer.Option(help="Stages of a rank's heads; 1: all heads at once.")] = "1",
+    stages: Annotated[
+        str, typer.Option(help="Stages of a rank's heads; 1: all heads at once.")
+    ] = "1",
     sides: Annotated[str, typer.Option(help="Sides to measure.")] = ",".join(SIDES),
     steps: Annotated[int, typer.Option(min=1, help="Steps; the last one is measured.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurements.")] = 1,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A small model, to try the script without a GPU.")] = False,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A small model, to try the script without a GPU.")
+    ] = False,
 ) -> None:
     """Compare rings with Ulysses groups of the same ranks and tokens, measured and planned."""
     config = find_config("llama3-8b")
     if tiny:
         config |= {"hidden_size": 256, "intermediate_size": 256, "head_dim": 8, "vocab_size": 512}
     if unknown := set(sides.split(",")) - set(SIDES):
-        raise typer.BadParameter(f"{', '.join(unknown)}; use {', '.join(SIDES)}", param_hint="--sides")
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}; use {', '.join(SIDES)}", param_hint="--sides"
+        )
     cases = [
         (parse_count(context), int(num_nodes), int(num_stages))
         for context in contexts.split(",")
@@ -108,8 +126,15 @@ def main(
             with unaligned_blocks(side == "unaligned"):
                 row = measure(config, ring_layout(num_nodes, ring, num_stages), context, steps)
             backward_s[side] = row["backward_s"]
-            about = {"context": context, "ranks": f"{num_nodes} x 8", "stages": num_stages, "side": side}
-            ratios = {f"backward x {other}": row["backward_s"] / s for other, s in backward_s.items()}
+            about = {
+                "context": context,
+                "ranks": f"{num_nodes} x 8",
+                "stages": num_stages,
+                "side": side,
+            }
+            ratios = {
+                f"backward x {other}": row["backward_s"] / s for other, s in backward_s.items()
+            }
             print(json.dumps(about | row | ratios), flush=True)
 
 

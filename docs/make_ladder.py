@@ -1,7 +1,8 @@
 """Writes ladder.svg: the longest context that is planned, with one technique more on every rung.
 
-A rung is what `ithaka plan llama3-8b --gpus 8xH100-80GB --host-memory 2TB --disk 20TB --max-context` answers with a
-`--set` for each setting of this rung and those above it. docs/how-much-context.md has the same figures as a table.
+A rung is what `ithaka plan llama3-8b --gpus 8xH100-80GB --host-memory 2TB --disk 20TB
+--max-context` answers with a `--set` for each setting of this rung and those above it.
+docs/how-much-context.md has the same figures as a table.
 """
 
 import math
@@ -10,14 +11,20 @@ from pathlib import Path
 
 from ithaka.config import units
 from ithaka.plan.hardware import find_hardware
-from ithaka.run.request import make_request
+from ithaka.run.check_request import make_request
 
-MODEL, GPUS, HOST, DISK = "llama3-8b", "8xH100-80GB", "2TB", "20TB"
+MODEL = "llama3-8b"
+GPUS = "8xH100-80GB"
+HOST = "2TB"
+DISK = "20TB"
 RUNGS = {
-    "FSDP": "parallel.cp=1 parallel.heads_per_stage=all memory.tile_tokens=all memory.checkpoint=none "
+    "FSDP": "parallel.cp=1 parallel.heads_per_stage=all memory.tile_tokens=all "
+    "memory.checkpoint=none "
     "memory.offload_optimizer=false",
     "Ulysses": "parallel.cp=8",
-    "checkpointing": "memory.checkpoint=full memory.offload=none memory.keep_attention=none memory.overlap=false",
+    "checkpointing": (
+        "memory.checkpoint=full memory.offload=none memory.keep_attention=none memory.overlap=false"
+    ),
     "layer inputs in host memory": "memory.offload=host",
     "tiles": "memory.tile_tokens=8192",
     "layer inputs on disk": "memory.offload=disk",
@@ -26,9 +33,18 @@ RUNGS = {
     "AdamW in host memory": "memory.offload_optimizer=true",
 }
 
-WIDTH, ROW, TOP, LEFT, RIGHT = 760, 30, 44, 232, 66
-FLOOR, CEILING = 4 * 1024, 32 * 1024**2  # tokens at the two ends of the scale
-TEXT, BAR, NEW = "#767d86", "#767d8666", "#3f87d9"  # read on white and on black
+WIDTH = 760
+ROW = 30
+TOP = 44
+LEFT = 232
+RIGHT = 66
+# tokens at the two ends of the scale
+FLOOR = 4 * 1024
+CEILING = 32 * 1024**2
+# read on white and on black
+TEXT = "#767d86"
+BAR = "#767d8666"
+NEW = "#3f87d9"
 
 
 def ladder() -> dict[str, int]:
@@ -65,7 +81,10 @@ def svg(longest: dict[str, int]) -> str:
         parts.append(text(LEFT - 10, y + 15, name if i == 0 else f"+ {name}", "end"))
         for start, end, colour in ((FLOOR, before, BAR), (before, tokens, NEW)):
             width = x(end) - x(start)
-            parts.append(f'<rect x="{x(start):.1f}" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
+            parts.append(
+                f'<rect x="{x(start):.1f}" y="{y}" width="{width:.1f}" height="20" '
+                f'fill="{colour}"/>'
+            )
         parts.append(text(x(tokens) + 7, y + 15, units.format_tokens(tokens)))
         before = tokens
     for power in range(14, 25, 2):

@@ -1,8 +1,9 @@
 """Write the tables of models.md and the count in the README: `make models`, about 20 minutes.
 
-Examines every causal model type of the installed transformers (tests/survey.py), each in a process of its own, and
-takes those that are exact through the files of a run (tests/survey_files.py). Exits with 1 if ithaka accepts a type and
-computes something else than transformers. `make models ARGS="bamba moshi"` only prints the results of these types.
+Examines every causal model type of the installed transformers (tests/survey.py), each in a process
+of its own, and takes those that are exact through the files of a run (tests/survey_files.py). Exits
+with 1 if ithaka accepts a type and computes something else than transformers. `make models
+ARGS="bamba moshi"` only prints the results of these types.
 """
 
 import multiprocessing
@@ -38,7 +39,10 @@ def examine_all(model_types: Iterable[str]) -> list[Finding]:
     findings = []
     for model_type in model_types:
         findings.append(finding := examine_in_child(model_type))
-        print(f"{model_type:28} {finding.path:8} {_show_error(finding)} {finding.why}{finding.files}", flush=True)
+        print(
+            f"{model_type:28} {finding.path:8} {_show_error(finding)} {finding.why}{finding.files}",
+            flush=True,
+        )
     return findings
 
 
@@ -77,21 +81,34 @@ def make_tables(findings: list[Finding]) -> str:
     exact = [finding for finding in findings if finding.is_exact]
     from_files = [finding for finding in exact if not finding.files]
     parts = [
-        f"transformers {transformers.__version__} has {len(findings)} causal model types; {len(exact)} are exact, "
+        f"transformers {transformers.__version__} has {len(findings)} causal model types; "
+        f"{len(exact)} are exact, "
         f"{len(from_files)} of them also from files:",
         "\n".join([TABLE_HEAD, *map(_make_row, exact)]),
     ]
     if len(from_files) < len(exact):
-        rows = [f"| {finding.model_type} | {finding.files.replace('|', ' ')} |" for finding in exact if finding.files]
-        parts += ["Exact in Python, but not from files:", "\n".join(["| type | what fails |\n|---|---|", *rows])]
+        rows = [
+            f"| {finding.model_type} | {finding.files.replace('|', ' ')} |"
+            for finding in exact
+            if finding.files
+        ]
+        parts += [
+            "Exact in Python, but not from files:",
+            "\n".join(["| type | what fails |\n|---|---|", *rows]),
+        ]
     if wrong := find_wrong(findings):
         parts += ["Accepted, but not exact:", "\n".join([TABLE_HEAD, *map(_make_row, wrong)])]
-    titles = {"refused": "Refused:", "unknown": "Unknown, because transformers could not build or run a small model:"}
+    titles = {
+        "refused": "Refused:",
+        "unknown": "Unknown, because transformers could not build or run a small model:",
+    }
     for path, title in titles.items():
         types = defaultdict(list)
         for finding in findings:
             if finding.path == path:
-                types[re.sub(r"(a layer )?model\.layers\.\d+", "a layer", finding.why)].append(finding.model_type)
+                types[re.sub(r"(a layer )?model\.layers\.\d+", "a layer", finding.why)].append(
+                    finding.model_type
+                )
         rows = sorted(types.items(), key=lambda item: (-len(item[1]), item[1]))
         table = [f"| {', '.join(names)} | {why.replace('|', ' ')} |" for why, names in rows]
         parts += [title, "\n".join(["| types | reason |\n|---|---|", *table])]
@@ -99,7 +116,11 @@ def make_tables(findings: list[Finding]) -> str:
 
 
 def find_wrong(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.path not in ("refused", "unknown") and not finding.is_exact]
+    return [
+        finding
+        for finding in findings
+        if finding.path not in ("refused", "unknown") and not finding.is_exact
+    ]
 
 
 def _make_row(finding: Finding) -> str:
@@ -114,9 +135,17 @@ def _show_error(finding: Finding) -> str:
 def describe(finding: Finding) -> str:
     """The kinds of attention in words."""
     layers = [each for each in finding.layers if not each.get("name")]
-    recurrences = sorted({each["name"].split(" ", 1)[-1] for each in finding.layers if each.get("name")})
-    reach = {"window" if each["window"] else "chunk" if each.get("chunk") else "full" for each in layers}
-    words = [" and ".join(sorted(reach, key=["full", "window", "chunk"].index))] if reach else [finding.why]
+    recurrences = sorted(
+        {each["name"].split(" ", 1)[-1] for each in finding.layers if each.get("name")}
+    )
+    reach = {
+        "window" if each["window"] else "chunk" if each.get("chunk") else "full" for each in layers
+    }
+    words = (
+        [" and ".join(sorted(reach, key=["full", "window", "chunk"].index))]
+        if reach
+        else [finding.why]
+    )
     if sinks := [bool(each.get("has_sinks")) for each in layers if each.get("has_sinks")]:
         words.append("sinks" if len(sinks) == len(layers) else "sinks in some layers")
     words += recurrences
@@ -136,7 +165,8 @@ def make_readme_line(findings: list[Finding]) -> str:
 
 
 def replace_between_markers(text: str, new: str) -> str:
-    begin, end = "<!-- make models: begin -->", "<!-- make models: end -->"
+    begin = "<!-- make models: begin -->"
+    end = "<!-- make models: end -->"
     before, found, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found or not found_end:
@@ -148,11 +178,19 @@ def main(model_types: list[str]) -> int:
     findings = examine_all(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     if model_types:
         return 0
-    pages = {ROOT / "docs" / "models.md": make_tables(findings), ROOT / "README.md": make_readme_line(findings)}
+    pages = {
+        ROOT / "docs" / "models.md": make_tables(findings),
+        ROOT / "README.md": make_readme_line(findings),
+    }
     for page, table in pages.items():
-        page.write_text(replace_between_markers(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+        page.write_text(
+            replace_between_markers(page.read_text(encoding="utf-8"), table), encoding="utf-8"
+        )
     wrong = find_wrong(findings)
-    print(f"{sum(f.is_exact for f in findings)} exact, {len(wrong)} wrong", *(f.model_type for f in wrong))
+    print(
+        f"{sum(f.is_exact for f in findings)} exact, {len(wrong)} wrong",
+        *(f.model_type for f in wrong),
+    )
     return 1 if wrong else 0
 
 

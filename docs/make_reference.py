@@ -1,4 +1,4 @@
-"""Write settings.md and api.md from the code: comments above settings, signatures and docstrings."""
+"""Write settings.md and api.md from the code: comments of settings, signatures and docstrings."""
 
 import dataclasses
 import importlib
@@ -10,16 +10,19 @@ from ithaka import config
 
 SETTINGS_HEAD = """# Settings
 
-Every setting of `ithaka train`, with its default. In YAML a section is a mapping, `train: {steps: 500}`; on the command
-line, `--set train.steps=500` changes one setting. Unknown settings and values that cannot work are rejected before
+Every setting of `ithaka train`, with its default. In YAML a section is a mapping, \
+`train: {steps: 500}`; on the command
+line, `--set train.steps=500` changes one setting. Unknown settings and values that cannot work \
+are rejected before
 anything starts.
 This page is generated from the code by `python docs/make_reference.py`.
 """
 
 
 def describe_fields(section: type) -> list[tuple[str, str, str]]:
-    """(name, default, comment) of each field. A comment applies to all fields up to the next comment."""
-    rows, comment = [], ""
+    """Return (name, default, comment) of each field; a comment applies up to the next one."""
+    rows = []
+    comment = ""
     classes = [base for base in reversed(section.__mro__) if dataclasses.is_dataclass(base)]
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     for line in (line.strip() for base in classes for line in inspect.getsource(base).splitlines()):
@@ -39,18 +42,19 @@ def _format_default(value: object) -> str:
 
 API_HEAD = """# Python API
 
-What `import ithaka` offers for your own loop; [Hugging Face trainers and custom training loops](hugging-face.md)
+What `import ithaka` offers for your own loop; \
+[Hugging Face trainers and custom training loops](hugging-face.md)
 shows it in use.
 This page is generated from the code by `python docs/make_reference.py`.
 """
 API = {
     "ithaka.parallelize": "ithaka.parallel",
-    "ithaka.hf.long_context": "ithaka.hf.trainer",
+    "ithaka.hf.long_context": "ithaka.hf.trainers",
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",
     "ithaka.distill": "ithaka.model.distillation",
     "ithaka.pack_prefixes": "ithaka.model.prefixes",
-    "ithaka.iterate_weights": "ithaka.weights.save",
+    "ithaka.iterate_weights": "ithaka.weights.save_pretrained",
     "ithaka.Layout": "ithaka.layout",
     "ithaka.layer.sharded.sharded_attention": "ithaka.layer.sharded",
 }
@@ -62,8 +66,9 @@ def make_api() -> str:
         public = getattr(importlib.import_module(module), name.rpartition(".")[2])
         signature = inspect.signature(public)
         params = [param.replace(annotation=param.empty) for param in signature.parameters.values()]
-        shown = f"{public.__name__}{signature.replace(parameters=params, return_annotation=signature.empty)}"
-        parts.append(f"\n## `{name}`\n\n```python\n{shown}\n```\n\n{inspect.getdoc(public)}\n")
+        signature = signature.replace(parameters=params, return_annotation=signature.empty)
+        code = f"```python\n{public.__name__}{signature}\n```"
+        parts.append(f"\n## `{name}`\n\n{code}\n\n{inspect.getdoc(public)}\n")
     return "".join(parts)
 
 
@@ -77,7 +82,8 @@ def make_settings() -> str:
     }
     for name, section in {**config.SECTIONS, **nested}.items():
         parts.append(f"\n## {name}\n\n")
-        if section.__doc__ and not section.__doc__.startswith(section.__name__):  # @dataclass generates one
+        # @dataclass generates one
+        if section.__doc__ and not section.__doc__.startswith(section.__name__):
             parts.append(" ".join(section.__doc__.split()) + "\n\n")
         parts.append("| setting | default | |\n|---|---|---|\n")
         for key, default, comment in describe_fields(section):

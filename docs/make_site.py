@@ -1,6 +1,8 @@
-"""Write the pages of the site to build/docs: docs/, and a page for every file of the repository that they link to.
+"""Write the pages of the site to build/docs: docs/, and a page for every file of the repository
+that they link to.
 
-The lab notebook and the tests are evidence that pages link to; the navigation and the search leave them out."""
+The lab notebook and the tests are evidence that pages link to; the navigation and the search leave
+them out."""
 
 import re
 import shutil
@@ -30,18 +32,24 @@ def linked_files(text: str, folder: Path) -> set[Path]:
 
 def render_page(file: Path) -> str:
     """The page's text, with links that lead to other pages of the site."""
-    text, page = file.read_text(encoding="utf-8"), page_of(file)
+    text = file.read_text(encoding="utf-8")
+    page = page_of(file)
     if file.suffix != ".md":
-        return f'# {file.name}\n\n```{LANGUAGES.get(file.suffix, "")} title="{file.relative_to(ROOT)}"\n{text}```\n'
+        return (
+            f"# {file.name}\n\n```{LANGUAGES.get(file.suffix, '')} "
+            f'title="{file.relative_to(ROOT)}"\n{text}```\n'
+        )
 
     def redirect(link: re.Match[str]) -> str:
         target = (file.parent / link[2]).resolve()
         if "://" in link[2] or not target.is_file():
             return link[0]
-        anchor = re.sub("-+", "-", link[3])  # as mkdocs makes them; GitHub keeps a hyphen for every space
+        # as mkdocs makes them; GitHub keeps a hyphen for every space
+        anchor = re.sub("-+", "-", link[3])
         return f"{link[1]}{'../' * (len(page.parts) - 1)}{page_of(target).as_posix()}{anchor}"
 
-    text = re.sub(r"^```\n(?=\$ )", "```console\n", text, flags=re.M)  # output: its columns must not wrap
+    # output: its columns must not wrap
+    text = re.sub(r"^```\n(?=\$ )", "```console\n", text, flags=re.M)
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     return "".join(part if part.startswith("```") else LINK.sub(redirect, part) for part in parts)
 
@@ -50,7 +58,8 @@ def make_site(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "site.css", out)
-    waiting, done = sorted((ROOT / "docs").rglob("*.md")), set[Path]()
+    waiting = sorted((ROOT / "docs").rglob("*.md"))
+    done = set[Path]()
     while waiting:
         file = waiting.pop()
         if file in done:

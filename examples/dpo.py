@@ -1,7 +1,7 @@
 """DPO on sequences too long for one GPU: the ranks of a cp group share every sequence.
 
-Chosen and rejected answers are documents of one packed sequence, so attention keeps them apart. The reference is the
-model before its first step; its log-probabilities are computed once.
+Chosen and rejected answers are documents of one packed sequence, so attention keeps them apart. The
+reference is the model before its first step; its log-probabilities are computed once.
 
     torchrun --nproc-per-node 2 examples/dpo.py     # two ranks share each sequence
     python examples/dpo.py                          # one rank, the same losses
@@ -19,11 +19,18 @@ import ithaka
 BETA = 0.1
 
 
-def document_logprobs(model: PreTrainedModel, ids_BN: Tensor, labels_BN: Tensor, documents_BN: Tensor) -> Tensor:
-    """Return the log-probability of each document's labels, on every rank; ids are unique within the batch."""
-    logprobs_BN = ithaka.token_logprobs(model, ids_BN, labels_BN, document_ids=documents_BN).logprobs
+def document_logprobs(
+    model: PreTrainedModel, ids_BN: Tensor, labels_BN: Tensor, documents_BN: Tensor
+) -> Tensor:
+    """Return the log-probability of each document's labels, on every rank; ids are unique within
+    the batch."""
+    logprobs_BN = ithaka.token_logprobs(
+        model, ids_BN, labels_BN, document_ids=documents_BN
+    ).logprobs
     documents = documents_BN.flatten().to(logprobs_BN.device)
-    return logprobs_BN.new_zeros(int(documents_BN.max()) + 1).index_add(0, documents, logprobs_BN.flatten())
+    return logprobs_BN.new_zeros(int(documents_BN.max()) + 1).index_add(
+        0, documents, logprobs_BN.flatten()
+    )
 
 
 def dpo_loss(policy: Tensor, reference: Tensor) -> Tensor:
@@ -32,9 +39,14 @@ def dpo_loss(policy: Tensor, reference: Tensor) -> Tensor:
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def make_random_pairs(num_pairs: int, prompt: int, answer: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, labels and document ids [1, N]. A pair is one prompt with two answers; prompts have no labels."""
-    generator, ids, labels = torch.Generator().manual_seed(0), [], []
+def make_random_pairs(
+    num_pairs: int, prompt: int, answer: int, vocab: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, labels and document ids [1, N]. A pair is one prompt with two answers; prompts
+    have no labels."""
+    generator = torch.Generator().manual_seed(0)
+    ids = []
+    labels = []
     for _ in range(num_pairs):
         start = torch.randint(vocab, (prompt,), generator=generator)
         for _ in range(2):
@@ -46,7 +58,12 @@ def make_random_pairs(num_pairs: int, prompt: int, answer: int, vocab: int) -> t
 
 
 def main() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **sizes))
     ithaka.parallelize(model, cp=int(os.environ.get("WORLD_SIZE", "1")))

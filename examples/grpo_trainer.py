@@ -1,7 +1,8 @@
 """trl.GRPOTrainer on sequences that ranks share, on a task whose reward is checked by a program.
 
-A prompt names a letter, and a completion's reward is the fraction of its characters that are this letter. By default a
-small random model learns it on two cores. The three lines that ithaka adds are marked.
+A prompt names a letter, and a completion's reward is the fraction of its characters that are this
+letter. By default a small random model learns it on two cores. The three lines that ithaka adds are
+marked.
 
     python examples/grpo_trainer.py OUT_DIR                         # one rank
     torchrun --nproc-per-node 2 examples/grpo_trainer.py OUT_DIR    # two ranks share each sequence
@@ -20,13 +21,22 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ithaka.hf import long_context  # <- one
 
-LETTERS, LENGTH = "abcdefgh", 12  # tokens per completion
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+# tokens per completion
+LETTERS = "abcdefgh"
+LENGTH = 12
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
     """One token per letter."""
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*LETTERS, ":", "?"])}, unk_token="?"))
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate([*LETTERS, ":", "?"])}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
@@ -39,13 +49,19 @@ def load(path: str | None) -> tuple[Any, Any, str]:
         return model, AutoTokenizer.from_pretrained(path), "Only the letter {}, again and again:"
     torch.manual_seed(0)
     tokenizer = letter_tokenizer()
-    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **SIZES, eos_token_id=tokenizer.eos_token_id)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=len(tokenizer), **SIZES, eos_token_id=tokenizer.eos_token_id
+    )
     return AutoModelForCausalLM.from_config(config), tokenizer, "{}:"
 
 
 def reward_letters(completions: list[str], letter: list[str], **columns: Any) -> list[float]:
-    """Return the fraction of each completion that is its letter; too short a completion has less."""
-    return [text.count(wanted) / max(len(text), LENGTH) for text, wanted in zip(completions, letter, strict=True)]
+    """Return the fraction of each completion that is its letter; too short a completion has
+    less."""
+    return [
+        text.count(wanted) / max(len(text), LENGTH)
+        for text, wanted in zip(completions, letter, strict=True)
+    ]
 
 
 def make_trainer(output_dir: str, path: str | None = None, **changes: Any) -> Any:

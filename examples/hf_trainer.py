@@ -15,7 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from ithaka.hf import long_context  # <- one
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
@@ -56,7 +61,11 @@ def make_trainer(trainer_class: Callable[..., Any], output_dir: str, **changes: 
         "report_to": [],
     }
     args = TrainingArguments(output_dir, **{**settings, **changes})
-    data = {"train_dataset": rows(40, seed=1), "eval_dataset": rows(3, seed=2), "data_collator": padded}
+    data = {
+        "train_dataset": rows(40, seed=1),
+        "eval_dataset": rows(3, seed=2),
+        "data_collator": padded,
+    }
     return trainer_class(model=model, args=args, **data)
 
 
@@ -64,7 +73,8 @@ def main() -> None:
     cp = int(os.environ.get("WORLD_SIZE", "1"))
 
     def trainer_class(**arguments: Any) -> Any:
-        return long_context(Trainer)(**arguments, ithaka={"cp": cp, "context": 128})  # <- two, three
+        # <- two, three
+        return long_context(Trainer)(**arguments, ithaka={"cp": cp, "context": 128})
 
     trainer = make_trainer(trainer_class, sys.argv[1])
     trainer.train()

@@ -25,8 +25,10 @@ class LossFile:
 
 
 def weighted_loss(tokens: Any, labels: Any) -> Any:
-    """Cross-entropy times the label's probability, a constant in backward: dynamic fine-tuning (arXiv 2508.05629).
+    """Cross-entropy times the label's probability, a constant in backward: dynamic fine-tuning
+    (arXiv 2508.05629).
 
-    `tokens` has logprobs, entropies, correct and mean_logits of this rank's labels; `labels` is -100 where there is no
-    label, and losses are ignored there. The sum over all ranks is divided by the number of labels."""
+    `tokens` has logprobs, entropies, correct and mean_logits of this rank's labels; `labels` is
+    -100 where there is no label, and losses are ignored there. The sum over all ranks is divided by
+    the number of labels."""
     return -tokens.logprobs * tokens.logprobs.detach().exp()

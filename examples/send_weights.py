@@ -1,7 +1,9 @@
-"""Send the weights of a parallel model to another process, as after each update of reinforcement learning.
+"""Send the weights of a parallel model to another process, as after each update of reinforcement
+learning.
 
-All ranks gather one decoder layer at a time; rank 0 sends its tensors, under their names on the hub. The receiver is
-plain transformers here; an inference engine loads the same stream. It then computes the trainer's loss.
+All ranks gather one decoder layer at a time; rank 0 sends its tensors, under their names on the
+hub. The receiver is plain transformers here; an inference engine loads the same stream. It then
+computes the trainer's loss.
 
     torchrun --nproc-per-node 2 examples/send_weights.py
     python examples/send_weights.py
@@ -18,7 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaka
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def make_model(seed: int) -> Any:
@@ -40,12 +47,16 @@ def receive(pipe: Connection, ids: Tensor) -> None:
 def main() -> None:
     ids = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(0))
     model = ithaka.parallelize(make_model(seed=0), cp=int(os.environ.get("WORLD_SIZE", "1")))
-    is_first, pipe = os.environ.get("RANK", "0") == "0", None
+    is_first = os.environ.get("RANK", "0") == "0"
+    pipe = None
     if is_first:
         pipe, end = multiprocessing.get_context("spawn").Pipe()
-        receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(end, ids), daemon=True)
+        receiver = multiprocessing.get_context("spawn").Process(
+            target=receive, args=(end, ids), daemon=True
+        )
         receiver.start()
-    for name, tensor in ithaka.iterate_weights(model):  # on every rank: each tensor is gathered from all of them
+    # on every rank: each tensor is gathered from all of them
+    for name, tensor in ithaka.iterate_weights(model):
         if pipe:
             pipe.send((name, tensor.cpu().numpy()))
     with torch.no_grad():

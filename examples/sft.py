@@ -1,4 +1,5 @@
-"""trl.SFTTrainer on packed conversations, with loss on the assistant's turns, on sequences that ranks share.
+"""trl.SFTTrainer on packed conversations, with loss on the assistant's turns, on sequences that
+ranks share.
 
 The three lines that ithaka adds are marked.
 
@@ -21,9 +22,15 @@ from trl import SFTConfig, SFTTrainer
 
 from ithaka.hf import long_context  # <- one
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '>' }}{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}{% if message['role'] == "
+    "'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
@@ -50,10 +57,14 @@ def conversations(count: int, first: int = 0) -> Dataset:
     return Dataset.from_list([{"messages": turn} for turn in turns])
 
 
-def make_trainer(trainer_class: Callable[..., Any], output_dir: str, lora: bool = False, **changes: Any) -> Any:
+def make_trainer(
+    trainer_class: Callable[..., Any], output_dir: str, lora: bool = False, **changes: Any
+) -> Any:
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=len(tokenizer), **SIZES))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", vocab_size=len(tokenizer), **SIZES)
+    )
     settings = {
         "max_length": 128,
         "packing": True,
@@ -72,7 +83,11 @@ def make_trainer(trainer_class: Callable[..., Any], output_dir: str, lora: bool 
         "report_to": [],
     }
     args = SFTConfig(output_dir, **{**settings, **changes})
-    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])} if lora else {}
+    adapter = (
+        {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])}
+        if lora
+        else {}
+    )
     data = {"train_dataset": conversations(60), "eval_dataset": conversations(6, first=200)}
     return trainer_class(model=model, args=args, processing_class=tokenizer, **data, **adapter)
 
@@ -81,7 +96,8 @@ def main() -> None:
     cp = int(os.environ.get("WORLD_SIZE", "1"))
 
     def trainer_class(**arguments: Any) -> Any:
-        return long_context(SFTTrainer)(**arguments, ithaka={"cp": cp})  # <- two, three; plans for max_length
+        # <- two, three; plans for max_length
+        return long_context(SFTTrainer)(**arguments, ithaka={"cp": cp})
 
     trainer = make_trainer(trainer_class, sys.argv[1], lora="--lora" in sys.argv)
     trainer.train()

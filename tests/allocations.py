@@ -1,4 +1,5 @@
-"""Measure peak bytes: of PyTorch's CPU allocator, independently of LiveBytes, and of layers in a rehearsal."""
+"""Measure peak bytes: of PyTorch's CPU allocator, independently of LiveBytes, and of layers in a
+rehearsal."""
 
 import gzip
 import json
@@ -37,16 +38,25 @@ def allocator_peak(work: Callable[[], Any]) -> int:
 
 def traced_peak(trace: Path) -> int:
     """Return the peak bytes of the memory events in a trace.json.gz."""
-    events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e["name"] == "[memory]"]
+    events = [
+        e
+        for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        if e["name"] == "[memory]"
+    ]
     return max(accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"])))
 
 
 def bytes_now(live: LiveBytes) -> int:
-    return sum(allocation.num_bytes for allocation in live.allocations if allocation.stop_ns == NOT_FREED)
+    return sum(
+        allocation.num_bytes for allocation in live.allocations if allocation.stop_ns == NOT_FREED
+    )
 
 
-def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Callable[[int, str], int]:
-    """Rehearse a step as rank 0 of `layout.cp` on the CPU. Return a function of layer and direction: the peak bytes."""
+def rehearsed_peaks(
+    config: dict[str, Any], layout: Layout, tokens: int
+) -> Callable[[int, str], int]:
+    """Rehearse a step as rank 0 of `layout.cp` on the CPU. Return a function of layer and
+    direction: the peak bytes."""
     device = torch.device("cpu")
     start_loopback(layout.cp)
     try:

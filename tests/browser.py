@@ -31,16 +31,20 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """`call` sends one command of the DevTools protocol and keeps the events that arrive meanwhile."""
+    """`call` sends one command of the DevTools protocol and keeps the events that arrive
+    meanwhile."""
 
     def __init__(self, program: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(dir=FOLDERS, ignore_cleanup_errors=True)  # children may still write
+        # children may still write
+        self._folder = tempfile.TemporaryDirectory(dir=FOLDERS, ignore_cleanup_errors=True)
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 
         def as_3_and_4() -> None:
-            # The browser reads from 3 and writes to 4. Duplicate both first: each may have the other's number.
-            reading, writing = os.dup(to_read), os.dup(to_write)
+            # The browser reads from 3 and writes to 4. Duplicate both first: each may have the
+            # other's number.
+            reading = os.dup(to_read)
+            writing = os.dup(to_write)
             os.dup2(reading, 3)
             os.dup2(writing, 4)
 
@@ -53,10 +57,14 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._buffer, self._number, self._session = b"", 0, None
+        self._buffer = b""
+        self._number = 0
+        self._session = None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -119,11 +127,20 @@ class Browser:
         """Return the page's errors, warnings and messages, and its requests to other hosts."""
         loud = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         messages = [event for event in self.events if event.get("method") in loud]
-        urls = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
-        return [*messages, *({"request": url} for url in urls if not url.startswith(("file:", "data:")))]
+        urls = [
+            e["params"]["request"]["url"]
+            for e in self.events
+            if e.get("method") == "Network.requestWillBeSent"
+        ]
+        return [
+            *messages,
+            *({"request": url} for url in urls if not url.startswith(("file:", "data:"))),
+        ]
 
     def move_mouse(self, x: float, y: float, click: bool = False) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         if click:
             for kind in ("mousePressed", "mouseReleased"):
-                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+                self.call(
+                    "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+                )

@@ -1,11 +1,13 @@
-"""Options, shared fixtures and skips. torch is imported late: the xdist controller does not need it."""
+"""Options, shared fixtures and skips. torch is imported late: the xdist controller does not need
+it."""
 
 import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans would use the rates that `ithaka selftest` saved
-os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # TRL would import it, which takes a second
+# TRL would import it, which takes a second
+os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")
 
 import pytest
 
@@ -16,8 +18,12 @@ gc.disable()  # until collection ends: imports make millions of objects and no g
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="Also run the tests marked `slow`; takes half an hour.")
-    parser.addoption("--plain", action="store_true", help="Run without the replacements of replacements.py.")
+    parser.addoption(
+        "--slow", action="store_true", help="Also run the tests marked `slow`; takes half an hour."
+    )
+    parser.addoption(
+        "--plain", action="store_true", help="Run without the replacements of replacements.py."
+    )
 
 
 def pytest_configure(config):
@@ -25,7 +31,17 @@ def pytest_configure(config):
         os.environ[PLAIN] = "1"  # also for the processes that tests start
 
 
-OPTIONAL = {"PIL", "accelerate", "bitsandbytes", "datasets", "diffusers", "hypothesis", "peft", "torchao", "trl"}
+OPTIONAL = {
+    "PIL",
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "diffusers",
+    "hypothesis",
+    "peft",
+    "torchao",
+    "trl",
+}
 
 
 def pytest_pycollect_makemodule(module_path, parent):
@@ -33,14 +49,17 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 class Module(pytest.Module):
-    """A test module that is skipped if it, or a helper that it imports, needs a missing optional package."""
+    """A test module that is skipped if it, or a helper that it imports, needs a missing optional
+    package."""
 
     def _getobj(self):
         try:
             return super()._getobj()
         except Exception as error:
             if missing := next(filter(None, map(_missing_package, _causes(error))), None):
-                pytest.skip(f"{missing} is not installed; pip install -e '.[dev]'", allow_module_level=True)
+                pytest.skip(
+                    f"{missing} is not installed; pip install -e '.[dev]'", allow_module_level=True
+                )
             raise
 
 
@@ -56,7 +75,8 @@ def _missing_package(error):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests that cannot run here. Unmarked tests in tests/gpu also run on a CPU, with fewer and smaller cases."""
+    """Skip tests that cannot run here. Unmarked tests in tests/gpu also run on a CPU, with fewer
+    and smaller cases."""
     import torch
 
     reasons = {}
@@ -73,7 +93,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Exempt imported modules from garbage collection: each pass would traverse all of torch and transformers."""
+    """Exempt imported modules from garbage collection: each pass would traverse all of torch and
+    transformers."""
     gc.freeze()
     gc.enable()
 
@@ -86,9 +107,12 @@ def processes(tmp_path_factory, pytestconfig):
     if pytestconfig.getoption("--plain"):
         return
     folder = tmp_path_factory.getbasetemp()
-    replacements.install((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "learned")
+    replacements.install(
+        (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "learned"
+    )
     if torch.cuda.is_available():
-        # With flash-attn-4 installed, importing transformers initializes CUDA, which forked processes then cannot use.
+        # With flash-attn-4 installed, importing transformers initializes CUDA, which forked
+        # processes then cannot use.
         PRELOAD.clear()
     else:
         fork_from_here()
@@ -113,7 +137,8 @@ def destroy_process_group():
 
 @pytest.fixture(autouse=True)
 def restore_default_dtype():
-    """Restore the default dtype: transformers changes it while it makes a model, and ranks may be threads here."""
+    """Restore the default dtype: transformers changes it while it makes a model, and ranks may be
+    threads here."""
     import torch
 
     yield
@@ -139,12 +164,19 @@ def ranks():
     group.close()
 
 
-SEARCHES = ("choose", "longest_context", "smallest_machine", "smallest_capacity", "adapter_that_fits")
+SEARCHES = (
+    "choose",
+    "longest_context",
+    "smallest_machine",
+    "smallest_capacity",
+    "adapter_that_fits",
+)
 
 
 @pytest.fixture(scope="module")
 def plans_once(pytestconfig):
-    """Cache plans within a module: tests request the same ones repeatedly, and planning is deterministic."""
+    """Cache plans within a module: tests request the same ones repeatedly, and planning is
+    deterministic."""
     from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +187,8 @@ def plans_once(pytestconfig):
 
 @pytest.fixture(autouse=True)
 def estimates_plans(request, monkeypatch, tmp_path_factory):
-    """Plans of most tests are not traced, which would take seconds; those with `traces_plans` are."""
+    """Plans of most tests are not traced, which would take seconds; those with `traces_plans`
+    are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     if "traces_plans" not in request.fixturenames:
         monkeypatch.setattr("ithaka.run.shapes._trace", lambda config, plan: None)
@@ -198,7 +231,9 @@ def fa4(monkeypatch):
     from ithaka.attention import kernels
 
     cpu, real = (kernels.KERNELS[name] for name in ("cpu", "fa4"))
-    anywhere = replace(real, device="any", dtypes=cpu.dtypes, capabilities=(), check_installed=cpu.check_installed)
+    anywhere = replace(
+        real, device="any", dtypes=cpu.dtypes, capabilities=(), check_installed=cpu.check_installed
+    )
     monkeypatch.setitem(kernels.KERNELS, "fa4", anywhere)
     monkeypatch.setattr(kernels, "_import_fa4", lambda: fake_fa4)
     torch.use_deterministic_algorithms(True)

@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from ithaka.weights.adapters import auto_class
 from models import CONSTRUCTING
 
-# Families without a formula for their shapes, with the values that their configurations need beyond `SIZES`.
+# Families without a formula for their shapes, with the values that their configurations need beyond
+# `SIZES`.
 DECODERS: dict[str, dict] = {
     "gpt_oss": {},
     "gemma2": {},
@@ -29,17 +30,45 @@ DECODERS: dict[str, dict] = {
     "starcoder2": {},
 }
 # Models with the gated delta rule, which do not support rings.
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
-DELTA |= {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+DELTA |= {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 HYBRIDS = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"), DELTA)
 # Models with Mamba2 or short convolutions. Step sizes reach the limits.
-MAMBA = {"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 8, "mamba_head_dim": 8, "mamba_n_groups": 2}
-MAMBA |= {"mamba_d_state": 6, "ssm_state_size": 6, "mamba_expand": 2, "mamba_d_ssm": 64, "mamba_chunk_size": 4}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_n_groups": 2,
+}
+MAMBA |= {
+    "mamba_d_state": 6,
+    "ssm_state_size": 6,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 64,
+    "mamba_chunk_size": 4,
+}
 MAMBA |= {"time_step_min": 0.3, "time_step_limit": (0.3, 1.5), "num_hidden_layers": 2}
-CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+CONVOLUTIONS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+}
 RECURRENT: dict[str, dict] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 20},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 20,
+    },
     "nemotron_h": {
         **MAMBA,
         "num_hidden_layers": 4,
@@ -93,10 +122,13 @@ def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> 
 
 
 def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """Return a model with random parameters, including norms and biases; deterministic per configuration."""
+    """Return a model with random parameters, including norms and biases; deterministic per
+    configuration."""
     config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     with CONSTRUCTING:
-        model = auto_class(config.model_type).from_config(config, dtype=dtype, attn_implementation="eager")
+        model = auto_class(config.model_type).from_config(
+            config, dtype=dtype, attn_implementation="eager"
+        )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for param in model.parameters():

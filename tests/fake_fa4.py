@@ -1,7 +1,8 @@
-"""The two functions of FlashAttention 4 that the kernel calls, in plain PyTorch, for any device and dtype.
+"""The two functions of FlashAttention 4 that the kernel calls, in plain PyTorch, for any device and
+dtype.
 
-Like the real one, backward uses the out and lse of its caller, which may cover more keys than its own. Both compute in
-fp32 (fp64 for fp64) and round the results.
+Like the real one, backward uses the out and lse of its caller, which may cover more keys than its
+own. Both compute in fp32 (fp64 for fp64) and round the results.
 """
 
 import torch
@@ -23,7 +24,8 @@ def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
 
 
 def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left, softcap):
-    """Return exp(scores - lse) [h, q, k], lse (computed if None), and the scores' derivative by q k^T [h, q, k]."""
+    """Return exp(scores - lse) [h, q, k], lse (computed if None), and the scores' derivative by q
+    k^T [h, q, k]."""
     repeat = q_qhK.shape[1] // k_kgK.shape[1]
     scores = torch.einsum("qhK,khK->hqk", q_qhK, k_kgK.repeat_interleave(repeat, 1)) * softmax_scale
     slopes = torch.full_like(scores, softmax_scale)
@@ -42,14 +44,22 @@ def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left
     return (scores - lse_hq[..., None]).exp(), lse_hq, slopes
 
 
-def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse, out, lse, softcap=None, **lengths):
+def _flash_attn_fwd(
+    q, k, v, softmax_scale, causal, window_size_left, return_lse, out, lse, softcap=None, **lengths
+):
     assert return_lse
     packed = bool(lengths)
     out = torch.empty_like(q) if out is None else out
     shape = (q.shape[1], len(q)) if packed else (len(q), q.shape[2], q.shape[1])
-    lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32)) if lse is None else lse
+    lse = (
+        q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        if lse is None
+        else lse
+    )
     assert out.shape == q.shape and lse.shape == shape
-    lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    lengths = lengths or dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    )
     q, k, v = _wide(q, k, v)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
@@ -61,12 +71,29 @@ def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse
 
 
 def _flash_attn_bwd(
-    q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, dk, dv, softcap=None, **lengths
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    softmax_scale,
+    causal,
+    window_size_left,
+    deterministic,
+    dq,
+    dk,
+    dv,
+    softcap=None,
+    **lengths,
 ):
-    packed, repeat = bool(lengths), q.shape[-2] // k.shape[-2]
+    packed = bool(lengths)
+    repeat = q.shape[-2] // k.shape[-2]
     dq, dk, dv = (torch.empty_like(x) if d is None else d for x, d in ((q, dq), (k, dk), (v, dv)))
     assert all(d.shape == x.shape and d.dtype == q.dtype for x, d in ((q, dq), (k, dk), (v, dv)))
-    lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    lengths = lengths or dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    )
     q, k, v, out, dout = _wide(q, k, v, out, dout)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
@@ -75,7 +102,10 @@ def _flash_attn_bwd(
         delta_hq = (out[rows] * dout[rows]).sum(-1).t()
         dprobs = torch.einsum("qhK,khK->hqk", dout[rows], v[keys].repeat_interleave(repeat, 1))
         dscores = probs * (dprobs - delta_hq[..., None]) * slopes
-        of_k = torch.einsum("hqk,qhK->khK", dscores, q[rows]), torch.einsum("hqk,qhK->khK", probs, dout[rows])
+        of_k = (
+            torch.einsum("hqk,qhK->khK", dscores, q[rows]),
+            torch.einsum("hqk,qhK->khK", probs, dout[rows]),
+        )
         dk[keys], dv[keys] = (x.unflatten(1, (-1, repeat)).sum(2) for x in of_k)
         dq[rows] = torch.einsum("hqk,khK->qhK", dscores, k[keys].repeat_interleave(repeat, 1))
     return dq, dk, dv

@@ -1,6 +1,8 @@
-"""A stand-in for Triton that runs kernels in Python on CPU tensors, one program after the other, with checked bounds.
+"""A stand-in for Triton that runs kernels in Python on CPU tensors, one program after the other,
+with checked bounds.
 
-It covers what the kernels of recurrences and of the loss use. It tells nothing about what Triton compiles.
+It covers what the kernels of recurrences and of the loss use. It tells nothing about what Triton
+compiles.
 """
 
 import sys
@@ -21,7 +23,9 @@ _program = [0, 0, 0]
 class Pointer:
     def __init__(self, tensor: Tensor, offset=0):
         assert tensor.is_contiguous()
-        self.tensor, self.offset, self.dtype = tensor, offset, SimpleNamespace(element_ty=tensor.dtype)
+        self.tensor = tensor
+        self.offset = offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.offset + offset)
@@ -45,7 +49,8 @@ class Kernel:
 
 
 def _address(pointer, mask):
-    flat, offset = pointer.tensor.view(-1), torch.as_tensor(pointer.offset)
+    flat = pointer.tensor.view(-1)
+    offset = torch.as_tensor(pointer.offset)
     offset, mask = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else mask))
     assert ((offset >= 0) & (offset < flat.numel()))[mask].all(), "out of bounds"
     return flat, offset, mask
@@ -53,7 +58,9 @@ def _address(pointer, mask):
 
 def load(pointer, mask=None, other=0.0):
     flat, offset, mask = _address(pointer, mask)
-    return torch.where(mask, flat[torch.where(mask, offset, 0)], torch.tensor(other, dtype=flat.dtype))
+    return torch.where(
+        mask, flat[torch.where(mask, offset, 0)], torch.tensor(other, dtype=flat.dtype)
+    )
 
 
 def store(pointer, value, mask=None):
@@ -71,14 +78,21 @@ def cumsum(x, axis, reverse=False):
 
 
 def make_modules() -> dict[str, ModuleType]:
-    triton, language = ModuleType("triton"), ModuleType("triton.language")
-    triton.jit, triton.language = Kernel, language
-    triton.cdiv, triton.next_power_of_2 = lambda a, b: -(-a // b), lambda n: 1 << (n - 1).bit_length()
+    triton = ModuleType("triton")
+    language = ModuleType("triton.language")
+    triton.jit = Kernel
+    triton.language = language
+    triton.cdiv = lambda a, b: -(-a // b)
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     names = ("arange", "sum", "where", "exp", "log", "abs", "rsqrt", "zeros")
     functions = {name: getattr(torch, name) for name in names}
     language.__dict__.update(functions, load=load, store=store, dot=dot, cumsum=cumsum)
-    language.__dict__.update(constexpr=int, static_range=range, range=lambda *bounds, num_stages: range(*bounds))
-    language.__dict__.update(float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, trans=Tensor.t)
+    language.__dict__.update(
+        constexpr=int, static_range=range, range=lambda *bounds, num_stages: range(*bounds)
+    )
+    language.__dict__.update(
+        float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, trans=Tensor.t
+    )
     language.int64 = torch.int64
     language.zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
     language.full = lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)
@@ -97,7 +111,9 @@ def kernel_modules(*names: str):
             patch.setitem(sys.modules, name, module)
         modules = []
         for name in names:
-            spec = util.spec_from_file_location(f"ithaka.ops.{name}", f"{ithaka.ops.__path__[0]}/{name}.py")
+            spec = util.spec_from_file_location(
+                f"ithaka.ops.{name}", f"{ithaka.ops.__path__[0]}/{name}.py"
+            )
             modules.append(util.module_from_spec(spec))
             patch.setitem(sys.modules, spec.name, modules[-1])
             spec.loader.exec_module(modules[-1])

@@ -24,9 +24,15 @@ from threads import run_on_threads
 
 @contextmanager
 def fp64_tiles() -> Iterator[None]:
-    """Run the tiles of fp64 layers under `InFloat64`, also in backward: autograd does not enter the caller's modes."""
+    """Run the tiles of fp64 layers under `InFloat64`, also in backward: autograd does not enter the
+    caller's modes."""
     with pytest.MonkeyPatch.context() as patch:
-        runs = (LayerPasses, "capture"), (LayerPasses, "resume"), (GraphHead, "run"), (LinearHead, "run")
+        runs = (
+            (LayerPasses, "capture"),
+            (LayerPasses, "resume"),
+            (GraphHead, "run"),
+            (LinearHead, "run"),
+        )
         for owner, name in runs:
             patch.setattr(owner, name, _widen(getattr(owner, name)))
         yield
@@ -47,20 +53,23 @@ def layer_name(param_name: str) -> str:
 
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
-    """Return the largest error in this rank's shard of each gradient, relative to the layer's largest gradient."""
+    """Return the largest error in this rank's shard of each gradient, relative to the layer's
+    largest gradient."""
     wanted = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
     largest: dict[str, float] = {}
     for name, grad in wanted.items():
         size = 0.0 if grad is None else float(grad.abs().max())
         largest[layer_name(name)] = max(largest.get(layer_name(name), 0.0), size)
-    params, errors = {name: param for name, param in model.named_parameters() if param.requires_grad}, {}
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    errors = {}
     assert set(params) == set(wanted)
     for name, expected in wanted.items():
         grad = params[name].grad
         assert (grad is None) == (expected is None), f"{name}: gradient {grad}, not {expected}"
         if expected is None:
             continue
-        rank, mesh = grad.device_mesh.get_local_rank(grad.device_mesh.ndim - 1), grad.device_mesh
+        rank = grad.device_mesh.get_local_rank(grad.device_mesh.ndim - 1)
+        mesh = grad.device_mesh
         shards = expected.chunk(mesh.size(-1))
         difference = grad.to_local() - (shards[rank] if rank < len(shards) else expected[:0])
         error = float(difference.abs().max()) if difference.numel() else 0.0
@@ -69,7 +78,8 @@ def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
 
 
 def add_lora(model: nn.Module, **settings) -> nn.Module:
-    """Return a PeftModel with random A and B; with PEFT's initial B of zero, A would get no gradient."""
+    """Return a PeftModel with random A and B; with PEFT's initial B of zero, A would get no
+    gradient."""
     with CONSTRUCTING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **settings}))
@@ -77,7 +87,9 @@ def add_lora(model: nn.Module, **settings) -> nn.Module:
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
-                param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
+                param.copy_(
+                    0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                )
     return model
 
 
@@ -97,10 +109,11 @@ def compare(
     logits: bool = False,
     **inputs: Tensor,
 ) -> list[Errors]:
-    """Return the errors of every rank of a parallel copy of `plain`. Inputs have the rows of all data-parallel ranks.
+    """Return the errors of every rank of a parallel copy of `plain`. Inputs have the rows of all
+    data-parallel ranks.
 
-    Loss and gradients are compared with those of `plain_loss`, by default the mean loss of the same inputs; with
-    `logits`, also the logits of a call without labels.
+    Loss and gradients are compared with those of `plain_loss`, by default the mean loss of the same
+    inputs; with `logits`, also the logits of a call without labels.
     """
     layout = layout or Layout()
     mode = InFloat64 if wide else nullcontext
@@ -116,7 +129,9 @@ def compare(
 
     def work() -> Errors:
         mesh = make_mesh(layout.cp, ring=layout.ring)
-        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        model = parallelize_model(
+            models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device)
+        )
         mine = slice(mesh.dp_rank * len(ids) // dp, (mesh.dp_rank + 1) * len(ids) // dp)
         own_inputs = {name: value[mine] for name, value in inputs.items()}
         errors = {}

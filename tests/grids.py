@@ -9,10 +9,12 @@ import pytest
 
 
 def diagonal(*lists: Iterable[Any]) -> list[Any]:
-    """Return all combinations for `parametrize`; without --slow, only a diagonal runs, which has every value once."""
+    """Return all combinations for `parametrize`; without --slow, only a diagonal runs, which has
+    every value once."""
     columns = [list(values) for values in lists]
     chosen = {tuple(i % len(values) for values in columns) for i in range(max(map(len, columns)))}
     cells = product(*(range(len(values)) for values in columns))
     return [
-        pytest.param(*map(getitem, columns, cell), marks=[pytest.mark.slow] * (cell not in chosen)) for cell in cells
+        pytest.param(*map(getitem, columns, cell), marks=[pytest.mark.slow] * (cell not in chosen))
+        for cell in cells
     ]

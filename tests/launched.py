@@ -1,4 +1,5 @@
-"""Functions that the ranks of test_launch.py run. Each rank imports this file, so it imports little."""
+"""Functions that the ranks of test_launch.py run. Each rank imports this file, so it imports
+little."""
 
 import fcntl
 import os
@@ -28,8 +29,10 @@ def write_environment(folder: Path) -> None:
 
 
 def write_inherited(folder: Path) -> None:
-    """Write whether this rank inherited an attribute, as a fork does, and whether it leads its session."""
-    inherited, is_leader = getattr(launch, "inherited", None), os.getsid(0) == os.getpid()
+    """Write whether this rank inherited an attribute, as a fork does, and whether it leads its
+    session."""
+    inherited = getattr(launch, "inherited", None)
+    is_leader = os.getsid(0) == os.getpid()
     (folder / os.environ["RANK"]).write_text(f"{inherited} {is_leader}")
 
 
@@ -50,7 +53,10 @@ def freeze(folder: Path) -> None:
     if os.environ["RANK"] == "1":
         (folder / "pid").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    while not (folder / "pid").exists() or psutil.Process(int((folder / "pid").read_text())).status() != "stopped":
+    while (
+        not (folder / "pid").exists()
+        or psutil.Process(int((folder / "pid").read_text())).status() != "stopped"
+    ):
         time.sleep(0.02)
     exit_rank(Outcome(ExitCode.HANG, "rank 1 has sent no heartbeat"))
 
@@ -60,7 +66,8 @@ def fail_everywhere() -> None:
 
 
 def finish_step_then_stop(folder: Path, patience_s: float = 60.0) -> None:
-    """Act like the training loop: the first signal sets a flag, and the work continues for a moment."""
+    """Act like the training loop: the first signal sets a flag, and the work continues for a
+    moment."""
     signals: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(each) != signal.SIG_IGN:
@@ -86,7 +93,8 @@ def fail_while_saving(folder: Path) -> None:
 
 def never_stop(folder: Path) -> None:
     if os.environ["RANK"] == "0":
-        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)  # as a run locks its directory
+        # as a run locks its directory
+        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))

@@ -15,7 +15,10 @@ def oldest_versions() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     # Tools for tests and docs run with their newest versions.
-    promised = [*project["dependencies"], *(each for name in optional for each in optional[name] if name != "dev")]
+    promised = [
+        *project["dependencies"],
+        *(each for name in optional for each in optional[name] if name != "dev"),
+    ]
     minimums = [re.match(r"([\w-]+)>=(\d+\.\d+)", requirement) for requirement in promised]
     return [f"{minimum[1]}=={minimum[2]}.*" for minimum in minimums if minimum]
 

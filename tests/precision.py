@@ -1,7 +1,8 @@
-"""Errors of bf16 gradients compared with those of plain Hugging Face under autocast, both against fp64.
+"""Errors of bf16 gradients compared with those of plain Hugging Face under autocast, both against
+fp64.
 
-The weights are Hugging Face's initial ones: with those, autocast is off by a few percent, so a gradient that is zero,
-permuted or shifted stands out. As a script, prints the figures:
+The weights are Hugging Face's initial ones: with those, autocast is off by a few percent, so a
+gradient that is zero, permuted or shifted stands out. As a script, prints the figures:
 
     PYTHONPATH=src:tests python tests/precision.py --family llama --stages 1 8
     PYTHONPATH=src:tests python tests/precision.py --family mixtral qwen3_moe --routers
@@ -31,20 +32,27 @@ Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
 SEEDS = (0, 1, 2)
 # Limits on our error relative to autocast's, over the layers and seeds of one kind of parameter.
-MEDIAN, WORST = 1.15, 1.5
-# The same on a CPU, where models are small and ratios noisy: up to 2. Mistakes still fail: see test_precision.py.
-CPU_MEDIAN, CPU_WORST = 3.0, 4.0
-# The error of a router's gradient has one or two independent directions (its squared singular values), so its ratio to
-# autocast's is mostly chance: 0.64 to 1.57 for the four routers of a model together, and 0.84 to 1.88 for autocast with
-# the residual stream in bf16 (20 seeds on a CPU). With three seeds, the errors of all together exceed 1.2 in 13 % of
-# draws; the geometric mean over the routers of ten seeds is 1.06 and exceeds 1.2 in 0.5 %.
-ROUTERS, ROUTERS_MOST = "mlp.gate.weight", 1.2
+MEDIAN = 1.15
+WORST = 1.5
+# The same on a CPU, where models are small and ratios noisy: up to 2. Mistakes still fail: see
+# test_precision.py.
+CPU_MEDIAN = 3.0
+CPU_WORST = 4.0
+# The error of a router's gradient has one or two independent directions (its squared singular
+# values), so its ratio to autocast's is mostly chance: 0.64 to 1.57 for the four routers of a model
+# together, and 0.84 to 1.88 for autocast with the residual stream in bf16 (20 seeds on a CPU). With
+# three seeds, the errors of all together exceed 1.2 in 13 % of draws; the geometric mean over the
+# routers of ten seeds is 1.06 and exceeds 1.2 in 0.5 %.
+ROUTERS = "mlp.gate.weight"
+ROUTERS_MOST = 1.2
 ROUTER_SEEDS = tuple(range(10))
-# Measured on an H200 with fa4: mixtral's norms have medians of 1.151 to 1.157 in three layouts; one of an adapter's
-# small gradients has 1.59 times autocast's error, while the median of its kind is 1.0.
-EXPERTS_MEDIAN, ADAPTERS_WORST = 1.2, 1.75
-# The gradient of an adapter's A has few independent directions too: with three seeds, medians for v_proj are 1.03 to
-# 1.18, with twelve 1.06 to 1.08 (H200, fa4, four groups of three seeds).
+# Measured on an H200 with fa4: mixtral's norms have medians of 1.151 to 1.157 in three layouts; one
+# of an adapter's small gradients has 1.59 times autocast's error, while the median of its kind is
+# 1.0.
+EXPERTS_MEDIAN = 1.2
+ADAPTERS_WORST = 1.75
+# The gradient of an adapter's A has few independent directions too: with three seeds, medians for
+# v_proj are 1.03 to 1.18, with twelve 1.06 to 1.08 (H200, fa4, four groups of three seeds).
 ADAPTER_SEEDS = tuple(range(9))
 MEANINGFUL = 0.25  # if autocast's own error is larger, a wrong gradient could pass
 
@@ -63,9 +71,14 @@ class Size:
     layers: int = 4
 
 
-# bf16 on a CPU is slow and, without hardware support, rounds in other places: only the logic is tested there.
-SMALL = Size(heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=128, window=30, tokens=96, layers=2)
-LARGE = Size(heads=32, kv_heads=8, head_dim=64, intermediate=4096, vocab=4096, window=1000, tokens=4000)
+# bf16 on a CPU is slow and, without hardware support, rounds in other places: only the logic is
+# tested there.
+SMALL = Size(
+    heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=128, window=30, tokens=96, layers=2
+)
+LARGE = Size(
+    heads=32, kv_heads=8, head_dim=64, intermediate=4096, vocab=4096, window=1000, tokens=4000
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,9 @@ class Batch:
         return {"document_ids": index[None].to(self.ids.device)}
 
 
-def initial_model(family: str, size: Size, seed: int, device: torch.device, **changes) -> PreTrainedModel:
+def initial_model(
+    family: str, size: Size, seed: int, device: torch.device, **changes
+) -> PreTrainedModel:
     """Return a model with Hugging Face's initial weights in fp32."""
     config = tiny_config(
         family,
@@ -107,7 +122,9 @@ def initial_model(family: str, size: Size, seed: int, device: torch.device, **ch
     config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
     return model.train()
 
 
@@ -115,29 +132,38 @@ def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
     """Add LoRA to every linear layer, as after some training: B is not zero."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).get_base_model()
+    model = get_peft_model(
+        model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    ).get_base_model()
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, std=0.02)
     return model
 
 
-def random_batch(size: Size, seed: int, device: torch.device, documents: tuple[int, ...] = ()) -> Batch:
+def random_batch(
+    size: Size, seed: int, device: torch.device, documents: tuple[int, ...] = ()
+) -> Batch:
     generator = torch.Generator().manual_seed(100 + seed)
     ids = torch.randint(size.vocab, (1, sum(documents) or size.tokens), generator=generator)
     return Batch(ids.to(device), documents)
 
 
-def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
+def exact_gradients(
+    model: PreTrainedModel, batch: Batch, choices: Choices | None = None
+) -> Gradients:
     model = copy.deepcopy(model).double()
     widen(model)
     _fix_choices(model, choices or {})
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # scores in fp64 take 4 GiB per layer
+    # scores in fp64 take 4 GiB per layer
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain()).backward()
     return _gradients(model)
 
 
-def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
+def autocast_gradients(
+    model: PreTrainedModel, batch: Batch, choices: Choices | None = None
+) -> Gradients:
     model = copy.deepcopy(model)
     _fix_choices(model, choices or {})
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
@@ -147,7 +173,8 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | 
 
 
 def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
-    """Return gradients, and every token's experts in forward and in the recomputation of backward."""
+    """Return gradients, and every token's experts in forward and in the recomputation of
+    backward."""
 
     def work():
         ours = parallel_copy(model, batch.ids.device, cp, layout)
@@ -168,7 +195,10 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
 
     (grads, _), *_ = ranks = run_on_threads(cp, work)
     choices = {
-        when: {name: torch.cat([t for _, chosen in ranks for t in chosen[when][name]]) for name in ranks[0][1][when]}
+        when: {
+            name: torch.cat([t for _, chosen in ranks for t in chosen[when][name]])
+            for name in ranks[0][1][when]
+        }
         for when in ("forward", "backward")
     }
     return grads, choices
@@ -191,8 +221,11 @@ def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def parallel_copy(model: PreTrainedModel, device: torch.device, cp: int, layout: Layout) -> PreTrainedModel:
-    """Return the model on the ranks of a cp group; every layer gets the activation policy of the layout's one layer."""
+def parallel_copy(
+    model: PreTrainedModel, device: torch.device, cp: int, layout: Layout
+) -> PreTrainedModel:
+    """Return the model on the ranks of a cp group; every layer gets the activation policy of the
+    layout's one layer."""
     layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
     return parallelize_model(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
 
@@ -216,12 +249,15 @@ def routers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 def _fix_choices(model: PreTrainedModel, choices: Choices) -> None:
     """Make the routers choose these experts.
 
-    A single token routed differently than in fp64 outweighs all rounding; with the same choices, only rounding differs.
+    A single token routed differently than in fp64 outweighs all rounding; with the same choices,
+    only rounding differs.
     """
 
     def choose(module, inputs, output, experts_Sk):
         logits, scores, _ = output
-        probs = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, experts_Sk)
+        probs = torch.softmax(
+            logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)
+        ).gather(1, experts_Sk)
         if getattr(module, "norm_topk_prob", True):
             probs = probs / probs.sum(-1, keepdim=True)
         return logits, probs.to(scores.dtype), experts_Sk
@@ -240,7 +276,8 @@ def kind_of(name: str) -> str:
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """Return the norm of the difference relative to that of `exact`; infinite if `ours` is not finite."""
+    """Return the norm of the difference relative to that of `exact`; infinite if `ours` is not
+    finite."""
     assert ours.shape == exact.shape, (ours.shape, exact.shape)
     if not torch.isfinite(ours).all():
         return float("inf")
@@ -250,12 +287,15 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def error_ratios(
     ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return {kind of parameter: (our error, autocast's) of each layer and seed}; arguments have one entry per seed."""
+    """Return {kind of parameter: (our error, autocast's) of each layer and seed}; arguments have
+    one entry per seed."""
     errors: dict[str, list[tuple[float, float]]] = {}
     for a, b, truth in zip(ours, autocast, exact, strict=True):
         assert a.keys() == b.keys() == truth.keys()
         for name, expected in truth.items():
-            errors.setdefault(kind_of(name), []).append((error(a[name], expected), error(b[name], expected)))
+            errors.setdefault(kind_of(name), []).append(
+                (error(a[name], expected), error(b[name], expected))
+            )
     return errors
 
 
@@ -265,17 +305,27 @@ def ratio_of_all(errors: list[tuple[float, float]]) -> float:
 
 
 def gradients_with_choices(
-    family: str, size: Size, device: torch.device, cp: int, layout: Layout, seeds: tuple[int, ...] = SEEDS
+    family: str,
+    size: Size,
+    device: torch.device,
+    cp: int,
+    layout: Layout,
+    seeds: tuple[int, ...] = SEEDS,
 ) -> tuple[list[Gradients], list[Gradients], list[Gradients]]:
-    """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of experts.
+    """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of
+    experts.
 
     Seeds that are not in SEEDS have only the routers' gradients.
     """
     by_method: tuple[list[Gradients], list[Gradients], list[Gradients]] = [], [], []
     for seed in seeds:
-        model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
+        model = initial_model(family, size, seed, device)
+        batch = random_batch(size, seed, device)
         grads, choices = with_choices(model, batch, cp, layout)
-        references = (compute(model, batch, choices["forward"]) for compute in (autocast_gradients, exact_gradients))
+        references = (
+            compute(model, batch, choices["forward"])
+            for compute in (autocast_gradients, exact_gradients)
+        )
         for of_seeds, gradients in zip(by_method, (grads, *references), strict=True):
             kept = {name for name in gradients if seed in SEEDS or kind_of(name) == ROUTERS}
             of_seeds.append({name: gradients[name] for name in kept})
@@ -283,44 +333,75 @@ def gradients_with_choices(
 
 
 def print_routers(family: str, device: torch.device) -> None:
-    """Print errors of the routers' gradients relative to autocast's, with and without expert blocks."""
+    """Print errors of the routers' gradients relative to autocast's, with and without expert
+    blocks."""
     size = LARGE if device.type == "cuda" else SMALL
     layout = bf16_layout(tile_tokens=size.tokens // 3)
-    for name, is_expert_module in {"expert block": experts.is_expert_module, "black box": lambda module: False}.items():
+    for name, is_expert_module in {
+        "expert block": experts.is_expert_module,
+        "black box": lambda module: False,
+    }.items():
         with patch.object(experts, "is_expert_module", is_expert_module):
-            errors = error_ratios(*gradients_with_choices(family, size, device, 1, layout, ROUTER_SEEDS))
+            errors = error_ratios(
+                *gradients_with_choices(family, size, device, 1, layout, ROUTER_SEEDS)
+            )
         ratios = [a / b for a, b in errors[ROUTERS]]
-        print(f"{family}, {name}: {geometric_mean(ratios):.3f}, mean of {len(ratios)} routers", end="; ")
+        print(
+            f"{family}, {name}: {geometric_mean(ratios):.3f}, mean of {len(ratios)} routers",
+            end="; ",
+        )
         print(f"each from {min(ratios):.3f} to {max(ratios):.3f}")
 
 
 def assert_as_good_as_autocast(
-    ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients], most: float = MEDIAN, worst: float = WORST
+    ours: list[Gradients],
+    autocast: list[Gradients],
+    exact: list[Gradients],
+    most: float = MEDIAN,
+    worst: float = WORST,
 ) -> None:
-    """Assert that our error over autocast's, by kind of parameter, is at most `most` in the median and `worst` overall.
+    """Assert that our error over autocast's, by kind of parameter, is at most `most` in the median
+    and `worst` overall.
 
-    For routers, `most` limits the geometric mean, and `worst` the error of all together. A CPU has its own limits.
+    For routers, `most` limits the geometric mean, and `worst` the error of all together. A CPU has
+    its own limits.
     """
     wrong = []
     if not next(iter(exact[0].values())).is_cuda:
-        most, worst = CPU_MEDIAN, CPU_WORST
+        most = CPU_MEDIAN
+        worst = CPU_WORST
     for kind, errors in error_ratios(ours, autocast, exact).items():
         ratios = [a / b for a, b in errors]
-        middle, highest, allowed = median(ratios), max(ratios), most
+        middle = median(ratios)
+        highest = max(ratios)
+        allowed = most
         if kind == ROUTERS:
-            middle, highest, allowed = geometric_mean(ratios), ratio_of_all(errors), max(most, ROUTERS_MOST)
+            middle = geometric_mean(ratios)
+            highest = ratio_of_all(errors)
+            allowed = max(most, ROUTERS_MOST)
         worst_yardstick = max(b for _, b in errors)
-        assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
+        assert worst_yardstick < MEANINGFUL, (
+            f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
+        )
         if not (middle <= allowed and highest <= worst):
-            wrong.append(f"{kind}: {'mean' if kind == ROUTERS else 'median'} {middle:.3f}, worst {highest:.3f}")
+            wrong.append(
+                f"{kind}: {'mean' if kind == ROUTERS else 'median'} {middle:.3f}, worst "
+                f"{highest:.3f}"
+            )
     assert not wrong, "error over autocast's:\n" + "\n".join(wrong)
 
 
 class Yardsticks:
-    """Exact and autocast gradients of one family's models, computed once and compared with many layouts."""
+    """Exact and autocast gradients of one family's models, computed once and compared with many
+    layouts."""
 
     def __init__(
-        self, family: str, size: Size, device: torch.device, packed: bool = False, adapted: bool = False
+        self,
+        family: str,
+        size: Size,
+        device: torch.device,
+        packed: bool = False,
+        adapted: bool = False,
     ) -> None:
         documents = packed_documents(size.tokens) if packed else ()
         seeds = ADAPTER_SEEDS if adapted else SEEDS
@@ -334,10 +415,14 @@ class Yardsticks:
         self.worst = ADAPTERS_WORST if adapted else WORST
 
     def ours(self, cp: int, layout: Layout) -> list[Gradients]:
-        return [our_gradients(*pair, cp, layout) for pair in zip(self.models, self.batches, strict=True)]
+        return [
+            our_gradients(*pair, cp, layout) for pair in zip(self.models, self.batches, strict=True)
+        ]
 
     def check(self, cp: int, layout: Layout) -> None:
-        assert_as_good_as_autocast(self.ours(cp, layout), self.autocast, self.exact, worst=self.worst)
+        assert_as_good_as_autocast(
+            self.ours(cp, layout), self.autocast, self.exact, worst=self.worst
+        )
 
 
 def packed_documents(num_tokens: int) -> tuple[int, ...]:
@@ -347,27 +432,44 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
 
 
 def bf16_layout(
-    heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
+    heads_per_stage=None,
+    keep_input="device",
+    keep_attention=None,
+    projections=False,
+    checkpoint=True,
+    **fields,
 ) -> Layout:
     """Return the layout of one layer on one rank; `parallel_copy` extends it to a model."""
     keeps = ActivationPolicy(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 
 
-def print_table(family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool) -> None:
-    """Print, per kind of parameter, autocast's median error, and the median and worst ratio of each layout."""
+def print_table(
+    family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool
+) -> None:
+    """Print, per kind of parameter, autocast's median error, and the median and worst ratio of each
+    layout."""
     size = LARGE if device.type == "cuda" else SMALL
     yardsticks = Yardsticks(family, size, device, packed)
-    layouts = [(cp, num) for cp in cps for num in stages if size.heads % num == 0 and size.heads // num % cp == 0]
+    layouts = [
+        (cp, num)
+        for cp in cps
+        for num in stages
+        if size.heads % num == 0 and size.heads // num % cp == 0
+    ]
     by_layout = {}
     for cp, num in layouts:
         layout = bf16_layout(size.heads // num, tile_tokens=size.tokens // 4)
         ours = yardsticks.ours(cp, layout)
-        by_layout[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
+        by_layout[f"cp {cp}, {num} stages"] = error_ratios(
+            ours, yardsticks.autocast, yardsticks.exact
+        )
     print(f"{family}{', packed documents' if packed else ''}, {size}")
     print(f"{'':36}{'autocast':>10}", *(f"{name:>18}" for name in by_layout))
     for kind in next(iter(by_layout.values())):
-        print(f"{kind:36}{median(b for _, b in next(iter(by_layout.values()))[kind]):>10.4f}", end=" ")
+        print(
+            f"{kind:36}{median(b for _, b in next(iter(by_layout.values()))[kind]):>10.4f}", end=" "
+        )
         for errors in by_layout.values():
             ratios = [a / b for a, b in errors[kind]]
             print(f"{f'{median(ratios):.3f} ({max(ratios):.3f})':>18}", end=" ")
@@ -375,16 +477,23 @@ def print_table(family: str, cps: list[int], stages: list[int], device: torch.de
     for name, errors in by_layout.items():
         ours = [a for of_kind in errors.values() for a, _ in of_kind]
         theirs = [b for of_kind in errors.values() for _, b in of_kind]
-        print(f"{name}: median error {median(ours):.4f}, worst {max(ours):.4f}; autocast {median(theirs):.4f}")
+        print(
+            f"{name}: median error {median(ours):.4f}, worst {max(ours):.4f}; autocast "
+            f"{median(theirs):.4f}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print errors of bf16 gradients relative to those of autocast.")
+    parser = argparse.ArgumentParser(
+        description="Print errors of bf16 gradients relative to those of autocast."
+    )
     parser.add_argument("--family", nargs="+", default=["llama"])
     parser.add_argument("--cp", nargs="+", type=int, default=[1])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 4, 8, 32])
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--routers", action="store_true", help="only the routers of mixtures of experts")
+    parser.add_argument(
+        "--routers", action="store_true", help="only the routers of mixtures of experts"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for family in args.family:

@@ -1,4 +1,5 @@
-"""Start processes as forks of one that has imported torch and transformers, which takes seconds of CPU time.
+"""Start processes as forks of one that has imported torch and transformers, which takes seconds of
+CPU time.
 
 This module imports neither: functions of launched ranks may be in a test that imports it.
 """
@@ -14,13 +15,21 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the process from which all others are forked; it runs nothing else and has no threads.
-PRELOAD = ["ithaka.train.loop", "trl.trainer.sft_trainer", "torch.distributed.launcher.api", "hypothesis", "pytest"]
+# Imported once, by the process from which all others are forked; it runs nothing else and has no
+# threads.
+PRELOAD = [
+    "ithaka.train.loop",
+    "trl.trainer.sft_trainer",
+    "torch.distributed.launcher.api",
+    "hypothesis",
+    "pytest",
+]
 PLAIN = "ITHAKA_PLAIN_TESTS"  # the variable that `pytest --plain` sets, see replacements.py
 
 
 def forks() -> Any:
-    """Return the multiprocessing context that forks; with --plain, one whose new processes import everything."""
+    """Return the multiprocessing context that forks; with --plain, one whose new processes import
+    everything."""
     if PLAIN in os.environ:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -34,19 +43,25 @@ def fork_from_here() -> None:
     It imports what is missing when it is needed.
     """
     forks()
-    server, spawn = forkserver._forkserver, util.spawnv_passfds
+    server = forkserver._forkserver
+    spawn = util.spawnv_passfds
 
     def fork(_: str, command: list[str], fds: list[int]) -> int:
-        """Act like a new process that runs `command`, listens on the first of `fds` and ends with the second."""
+        """Act like a new process that runs `command`, listens on the first of `fds` and ends with
+        the second."""
         if pid := os.fork():
             return pid
         try:
             server.__init__()  # releases the lock, which the fork inherits
-            for fd in range(3, 256):  # the other end of the second: keeping it, this process would wait for itself
+            # the other end of the second: keeping it, this process would wait for itself
+            for fd in range(3, 256):
                 with contextlib.suppress(OSError):
                     if fd not in fds and os.path.sameopenfile(fd, fds[1]):
                         os.close(fd)
-            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest replaces them
+            # pytest replaces them
+            sys.stdin = sys.__stdin__
+            sys.stdout = sys.__stdout__
+            sys.stderr = sys.__stderr__
             select.select(fds, [], [])
             exec(command[-1])
         finally:
@@ -60,11 +75,17 @@ def fork_from_here() -> None:
 
 
 class Program:
-    """The main process of a command, in its own session; its exit code is the result of function(*args)."""
+    """The main process of a command, in its own session; its exit code is the result of
+    function(*args)."""
 
     def __init__(self, folder: Path, function: Callable[..., int], *args: Any) -> None:
-        self._files = [Path(tempfile.mkstemp(dir=folder, suffix=suffix)[1]) for suffix in (".stdout", ".stderr")]
-        self._process = forks().Process(target=_main, args=(self._files, function, args), daemon=True)
+        self._files = [
+            Path(tempfile.mkstemp(dir=folder, suffix=suffix)[1])
+            for suffix in (".stdout", ".stderr")
+        ]
+        self._process = forks().Process(
+            target=_main, args=(self._files, function, args), daemon=True
+        )
         self._process.start()
         self.pid: int = self._process.pid
 

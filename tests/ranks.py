@@ -19,7 +19,9 @@ class Ranks:
     """`run(n, f, *args)` calls f(*args) on n ranks at once and returns the results by rank."""
 
     def __init__(self, size: int, backend: str = "gloo", **environment: str) -> None:
-        self._size, self._backend, self._environment = size, backend, environment
+        self._size = size
+        self._backend = backend
+        self._environment = environment
         self._fork()
 
     def _fork(self) -> None:
@@ -34,7 +36,9 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 300) -> list[Any]:
+    def run(
+        self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 300
+    ) -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
             self.start(num_ranks, Path(directory), function, *args)
             results = [self._receive(rank, timeout_s) for rank in range(num_ranks)]
@@ -60,7 +64,9 @@ class Ranks:
             self._pipes[rank].send((function, args, rank, num_ranks, directory / "store"))
 
     def dead(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
+        return [
+            rank for rank, process in enumerate(self._processes) if process.exitcode is not None
+        ]
 
     def close(self) -> None:
         """Kill all ranks."""
@@ -72,12 +78,15 @@ class Ranks:
 
 def _serve(pipe: Connection, backend: str, environment: dict[str, str]) -> None:
     os.environ |= environment
-    gc.freeze()  # collecting would traverse all imported modules and copy the pages shared with other processes
+    # collecting would traverse all imported modules and copy the pages shared with other processes
+    gc.freeze()
     torch.set_num_threads(1)
     while True:
         function, args, rank, num_ranks, store = pipe.recv()
         try:
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks
+            )
             dist.barrier()  # a rank that returns early would disconnect from those still connecting
             answer = (function(*args), None)
         except BaseException:

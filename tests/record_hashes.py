@@ -1,12 +1,13 @@
 """Record results that must not change: hashes of losses and gradients on a CPU, and plans.
 
-    PYTHONPATH=src:tests python tests/record_hashes.py --out hashes.json                        # before a change
-    PYTHONPATH=src:tests python tests/record_hashes.py --out after.json --against hashes.json   # after it
-    PYTHONPATH=src:tests python tests/record_hashes.py --plans --out plans.json
+    export PYTHONPATH=src:tests
+    python tests/record_hashes.py --out hashes.json                         # before a change
+    python tests/record_hashes.py --out after.json --against hashes.json    # after it
+    python tests/record_hashes.py --plans --out plans.json
 
-With --against, prints every entry that differs and exits with 1 if there is one. Hashes depend on the CPU and on the
-version of torch, and on the cases before them in the process: compare only complete recordings from one machine. Plans
-are compared without their prose.
+With --against, prints every entry that differs and exits with 1 if there is one. Hashes depend on
+the CPU and on the version of torch, and on the cases before them in the process: compare only
+complete recordings from one machine. Plans are compared without their prose.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,10 @@ from typer.testing import CliRunner
 from decoders import tiny_decoder
 from ithaka.cli import app
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import AdapterConfig
+from ithaka.config import AdapterConfig, OptimConfig
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, parallelize_model
+from ithaka.model.optimizers import make_optimizer
 from ithaka.parallel import parallelize
 from models import FAMILIES, tiny_config, tiny_model
 from parity import random_ids
@@ -49,11 +52,36 @@ TIERS = {
 }
 LENGTHS = (23, 1, 24)  # packed documents
 PARENTS = (-1, 0, 0)  # of a forest: both other documents continue the first
-OTHER_DECODERS = ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3", "phi3", "qwen3_5_text", "qwen3_next")
+OTHER_DECODERS = (
+    "gemma3_text",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v3",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 RECURRENT = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "lfm2_moe")
 FORESTS = ("forest llama", "forest qwen3_5_text", "forest falcon_h1", "forest lfm2")
-OTHERS = (*OTHER_DECODERS, *RECURRENT, *FORESTS, "qwen2_5_vl", "qwen3_vl", "wan", "ltx", "nf4 llama", "nf4 gemma3_text")
-SIZES_WITH_NF4 = {"hidden_size": 256, "intermediate_size": 192, "head_dim": 32, "tie_word_embeddings": False}
+OTHERS = (
+    *OTHER_DECODERS,
+    *RECURRENT,
+    *FORESTS,
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "wan",
+    "ltx",
+    "nf4 llama",
+    "nf4 gemma3_text",
+)
+OPTIMIZERS = ("adamw", "muon", *(("adamw8bit",) if find_spec("torchao") else ()))
+DROPPING = ("qwen3", "gemma3_text", "lfm2")
+SIZES_WITH_NF4 = {
+    "hidden_size": 256,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+}
 
 MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
 OTHER_MODELS = (
@@ -90,15 +118,21 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
     if adapter:
         model = _with_adapter(model)
     model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
-    ids, documents = random_ids(1, sum(LENGTHS)), torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    ids = random_ids(1, sum(LENGTHS))
+    documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     loss = model(input_ids=ids, labels=ids, document_ids=documents[None]).loss
     loss.backward()
-    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+    grads = {
+        name: param.grad.full_tensor()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
     return {name: _hash(value) for name, value in {"loss": loss.detach(), **grads}.items()}
 
 
 def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
-    """The same for other decoders, experts, hybrids, forests, vision, video and a base in four bits."""
+    """The same for other decoders, experts, hybrids, forests, vision, video and a base in four
+    bits."""
     cp, ring = GROUPS[group]
     kept = (TIERS[tier],) * 3
     mesh = make_mesh(cp, ring=ring)
@@ -112,7 +146,11 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
     else:
         if name.startswith("nf4"):
             model_type = name.removeprefix("nf4 ")
-            build = tiny_model(tiny_config("llama", heads=8, **SIZES_WITH_NF4)) if model_type == "llama" else None
+            build = (
+                tiny_model(tiny_config("llama", heads=8, **SIZES_WITH_NF4))
+                if model_type == "llama"
+                else None
+            )
             config = (build or tiny_decoder(model_type, **SIZES_WITH_NF4)).config.to_dict()
             kept = (TIERS[tier],) * config["num_hidden_layers"]
             four_bits = AdapterConfig(rank=3, base="nf4")
@@ -120,8 +158,12 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
             _randomize(param for param in model.parameters() if param.requires_grad)
             inputs = {"input_ids": random_ids(1, 37)}
         elif "_vl" in name:
-            model, inputs = tiny_vlm(name, torch.float32), media_inputs(name, images=[(4, 6), (2, 4)])
-            inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+            model = tiny_vlm(name, torch.float32)
+            inputs = media_inputs(name, images=[(4, 6), (2, 4)])
+            inputs = {
+                key: value.float() if value.is_floating_point() else value
+                for key, value in inputs.items()
+            }
         else:
             model = tiny_decoder(name.removeprefix("forest "), torch.float32)
             lengths = torch.tensor(LENGTHS)
@@ -136,8 +178,50 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
             model = parallelize_model(model, mesh=mesh, layout=replace(layout, kept=kept))
         loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
-    grads = {key: param.grad.full_tensor() for key, param in model.named_parameters() if param.grad is not None}
+    grads = {
+        key: param.grad.full_tensor()
+        for key, param in model.named_parameters()
+        if param.grad is not None
+    }
     return {key: _hash(value) for key, value in {"loss": loss.detach(), **grads}.items()}
+
+
+def hash_optimizer(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
+    """Return the hash of each parameter after two steps: the second one depends on the moments."""
+    cp, ring = GROUPS[group]
+    layout = Layout(cp, tile_tokens=5, ring=ring, kept=(TIERS[tier],) * 2, dtype=dtype)
+    model = tiny_model(tiny_config("llama", heads=8, **SIZES_WITH_NF4), torch.float32)
+    model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
+    optimizer = make_optimizer(model, OptimConfig(name=name.split()[1], lr=0.01))
+    ids = random_ids(1, sum(LENGTHS))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: _hash(param.detach().full_tensor()) for key, param in model.named_parameters()}
+
+
+def hash_dropout(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
+    """Return the hashes of the loss and gradients of adapters with dropout."""
+    cp, ring = GROUPS[group]
+    family = name.split()[1]
+    if family in FAMILIES:
+        model = tiny_model(tiny_config(family, heads=8), torch.float32)
+    else:
+        model = tiny_decoder(family, torch.float32)
+    model = _with_adapter(model, lora_dropout=0.3).train()
+    kept = (TIERS[tier],) * model.config.num_hidden_layers
+    layout = Layout(cp, tile_tokens=5, ring=ring, kept=kept, dtype=dtype)
+    model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
+    model.ithaka_dropout.start_step(3, 5)
+    ids = random_ids(1, sum(LENGTHS))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    hashes = {"loss": _hash(loss.detach())}
+    for key, param in model.named_parameters():
+        if param.grad is not None:
+            hashes[key] = _hash(param.grad.full_tensor())
+    return hashes
 
 
 def _randomize(params: Any) -> None:
@@ -147,11 +231,12 @@ def _randomize(params: Any) -> None:
             param.copy_(distribute_tensor(values, param.device_mesh, param.placements))
 
 
-def _with_adapter(model: Any) -> Any:
-    """Add an adapter with random A and B; with PEFT's initial B of zero, A would get no gradient."""
+def _with_adapter(model: Any, **settings: Any) -> Any:
+    """Add an adapter with random A and B; with PEFT's initial B, zero, A would get no gradient."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"))
+        lora = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", **settings)
+        model = get_peft_model(model, lora)
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for param in (param for param in model.parameters() if param.requires_grad):
@@ -167,10 +252,20 @@ def hash_group(group: str, cases: list[tuple]) -> list[dict[str, str]]:
     hashes = []
     for case in (case for case in cases if case[1] == group):
         try:
-            hashes.append((hash_step if case[0] in FAMILIES else hash_other)(*case))
+            hashes.append(hash_case(*case))
         except Exception as error:  # not supported, which must not change either
             hashes.append({"error": f"{type(error).__name__}: {str(error)[:60]}"})
     return hashes
+
+
+def hash_case(name: str, *case: Any) -> dict[str, str]:
+    if name in FAMILIES:
+        return hash_step(name, *case)
+    if name.startswith("optimizer "):
+        return hash_optimizer(name, *case)
+    if name.startswith("dropout "):
+        return hash_dropout(name, *case)
+    return hash_other(name, *case)
 
 
 def record_hashes() -> dict[str, Any]:
@@ -178,18 +273,30 @@ def record_hashes() -> dict[str, Any]:
     cases += [
         (name, group, tier, adapter, dtype)
         for name, group, (tier, dtype), adapter in product(
-            OTHERS, GROUPS, (("device", "float32"), ("host", "float32"), ("host", "bfloat16")), (False, True)
+            OTHERS,
+            GROUPS,
+            (("device", "float32"), ("host", "float32"), ("host", "bfloat16")),
+            (False, True),
         )
         if not adapter or name in (*OTHER_DECODERS, *RECURRENT) or "_vl" in name
     ]
-    ranks, recorded = Ranks(4), {}
-    for group, (cp, _) in GROUPS.items():
-        hashes = ranks.run(cp, hash_group, group, cases, timeout_s=600)
+    ranks = Ranks(4)
+    recorded = {}
+    # one list after the other: a hash depends on the cases before it
+    for chosen, (group, (cp, _)) in product((cases, later_cases()), GROUPS.items()):
+        hashes = ranks.run(cp, hash_group, group, chosen, timeout_s=3600)
         assert all(of_rank == hashes[0] for of_rank in hashes), f"{group}: ranks differ"
-        names = [_name(*case) for case in cases if case[1] == group]
+        names = [_name(*case) for case in chosen if case[1] == group]
         recorded |= dict(zip(names, hashes[0], strict=True))
     ranks.close()
     return recorded
+
+
+def later_cases() -> list[tuple]:
+    optimizers = [f"optimizer {name}" for name in OPTIMIZERS]
+    dropping = [f"dropout {family}" for family in DROPPING]
+    cases = list(product(optimizers, GROUPS, ("device",), (False,), ("float32", "bfloat16")))
+    return cases + list(product(dropping, GROUPS, ("device", "host"), (True,), ("bfloat16",)))
 
 
 def _name(family: str, group: str, tier: str, adapter: bool, dtype: str) -> str:
@@ -209,34 +316,49 @@ def record_plan(arguments: tuple[str, ...]) -> Any:
 
 
 def record_plans() -> dict[str, Any]:
-    commands = [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, OPTIONS)]
-    commands += [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(OTHER_MODELS, GPUS[:3], OPTIONS[:4])]
+    commands = [
+        (model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, OPTIONS)
+    ]
+    commands += [
+        (model, "--gpus", gpus, *rest)
+        for model, gpus, rest in product(OTHER_MODELS, GPUS[:3], OPTIONS[:4])
+    ]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        return {" ".join(words): plan for words, plan in zip(commands, pool.map(record_plan, commands, 1), strict=True)}
+        return {
+            " ".join(words): plan
+            for words, plan in zip(commands, pool.map(record_plan, commands, 1), strict=True)
+        }
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return one line per entry that differs, with the keys that differ."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
+        old = before.get(name)
+        new = after.get(name)
         if old is None or new is None:
             lines.append(f"{name}: only {'after' if old is None else 'before'}")
             continue
         names = [*old, *sorted(new.keys() - old.keys())]
         if keys := [key for key in names if key not in PROSE and old.get(key) != new.get(key)]:
-            lines.append(f"{name}: {', '.join(keys[:4])}{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}")
+            more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+            lines.append(f"{name}: {', '.join(keys[:4])}{more}")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Record hashes of losses and gradients, or plans, and compare them.")
+    parser = argparse.ArgumentParser(
+        description="Record hashes of losses and gradients, or plans, and compare them."
+    )
     parser.add_argument("--out", type=Path, required=True, help="Write the JSON file here.")
     parser.add_argument("--against", type=Path, help="An earlier file to compare with.")
     parser.add_argument("--plans", action="store_true", help="Record plans instead of hashes.")
     args = parser.parse_args()
     recorded = record_plans() if args.plans else record_hashes()
-    entries = (f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}" for name, entry in recorded.items())
+    entries = (
+        f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}"
+        for name, entry in recorded.items()
+    )
     args.out.write_text("{\n" + ",\n".join(entries) + "\n}\n")
     print(f"{len(recorded)} entries in {args.out}")
     if args.against:

@@ -1,11 +1,12 @@
-"""Record what small runs compute, through the command line: losses, gradient norms and final weights.
+"""Record what small runs of the command line compute: losses, gradient norms and final weights.
 
-    PYTHONPATH=src:tests python tests/record_runs.py --out runs.json                         # before a change
-    PYTHONPATH=src:tests python tests/record_runs.py --out after.json --against runs.json    # after it
+    export PYTHONPATH=src:tests
+    python tests/record_runs.py --out runs.json                         # before a change
+    python tests/record_runs.py --out after.json --against runs.json    # after it
     ... --begun-with OTHER/src      # each run begins with other sources, and resumes with these
 
-Each case trains eight steps, and again from its checkpoint of step 4, which must give the same. Results are bitwise;
-compare recordings from one machine and one version of torch.
+Each case trains eight steps, and again from its checkpoint of step 4, which must give the same.
+Results are bitwise; compare recordings from one machine and one version of torch.
 """
 
 import argparse
@@ -46,7 +47,7 @@ Settings = dict[str, Any]  # sections of a YAML file
 CURRICULUM = [
     {"context": 61, "steps": 3},
     {"context": 122, "steps": 3, "rope": {"theta": 5e4}, "data": {"documents": "together"}},
-    {"context": 61, "steps": 2, "optim": {"lr": 5e-4}},
+    {"context": 61, "steps": 2, "optim": {"lr": 5e-4, "warmup_steps": 1}},
 ]
 ADAPTER = {"rank": 4, "dropout": 0.2}
 # Ranks, and what differs from `common_settings`. TEACHER and PAIRS are replaced by paths.
@@ -111,12 +112,12 @@ def settings_of(case: str, folder: Path) -> Settings:
 
 
 def ithaka(source: Path, *arguments: object) -> None:
-    """Run a command with these sources; exit with its output if it fails."""
+    """Run a command with these sources. Raises its output if it fails."""
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ithaka", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
 def hash_run(run_dir: Path, source: Path) -> dict[str, str]:
@@ -134,6 +135,15 @@ def hash_run(run_dir: Path, source: Path) -> dict[str, str]:
 
 def hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def record_case(case: str, folder: Path, source: Path, begun_with: Path) -> dict[str, str]:
+    """Return the run's hashes; a run that fails is an entry, too."""
+    try:
+        return train_and_resume(case, folder, source, begun_with)
+    except RuntimeError as error:
+        print(f"{case} failed: {error}", flush=True)
+        return {"differs after resuming": "failed"}
 
 
 def train_and_resume(case: str, folder: Path, source: Path, begun_with: Path) -> dict[str, str]:
@@ -161,10 +171,20 @@ def record_runs(source: Path, begun_with: Path) -> dict[str, dict[str, str]]:
         teacher = common_settings(folder) | {"model": {"path": str(folder / "config.json")}}
         teacher["train"] |= {"steps": 2, "save_every": 2}
         (folder / "teacher.yaml").write_text(yaml.safe_dump(teacher))
-        ithaka(begun_with, "train", folder / "teacher.yaml", "--run-dir", folder / "taught", "--ranks", 1)
+        ithaka(
+            begun_with,
+            "train",
+            folder / "teacher.yaml",
+            "--run-dir",
+            folder / "taught",
+            "--ranks",
+            1,
+        )
         ithaka(begun_with, "export", folder / "taught", folder / "teacher")
         with ThreadPoolExecutor(2) as pool:
-            hashes = pool.map(lambda case: train_and_resume(case, folder, source, begun_with), CASES)
+            hashes = pool.map(
+                lambda case: train_and_resume(case, folder, source, begun_with), CASES
+            )
             return dict(zip(CASES, hashes, strict=True))
 
 
@@ -177,8 +197,11 @@ def main() -> None:
     source = Path(__file__).parents[1] / "src"
     recorded = record_runs(source, args.begun_with or source)
     args.out.write_text(json.dumps(recorded, indent=1) + "\n")
-    wrong = [f"{case}: {hashes['differs after resuming']} differ after resuming"
-             for case, hashes in recorded.items() if hashes["differs after resuming"]]  # fmt: skip
+    wrong = [
+        f"{case}: {hashes['differs after resuming']} differ after resuming"
+        for case, hashes in recorded.items()
+        if hashes["differs after resuming"]
+    ]
     if args.against:
         before = json.loads(args.against.read_text())
         for case in sorted(before.keys() | recorded.keys()):

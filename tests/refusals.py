@@ -14,7 +14,8 @@ from ithaka.exits import ExitCode
 def assert_refused(
     refusal: Callable[[], Any] | str, *named: str, fix: str, error: type[Exception] = ConfigError
 ) -> str:
-    """Assert that a message, or the error of a call, names each setting, value or file, then offers a fix; return it.
+    """Assert that a message, or the error of a call, names each setting, value or file, then offers
+    a fix; return it.
 
     The fix follows the first semicolon; without one, the first full stop or else colon.
     """
@@ -31,7 +32,8 @@ def assert_refused(
 
 
 def assert_command_refused(arguments: list[str], *named: str, fix: str) -> None:
-    """Assert that the command prints one such line to stderr and exits with the code for wrong input."""
+    """Assert that the command prints one such line to stderr and exits with the code for wrong
+    input."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == ExitCode.WRONG_INPUT, result.output
     one_line = result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1

@@ -44,10 +44,15 @@ MODEL = {
 }
 
 
-def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """Return a resolved configuration with all files below `folder`; sections change the defaults here."""
+def tiny_run(
+    folder: Path, *, model: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
+    """Return a resolved configuration with all files below `folder`; sections change the defaults
+    here."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True, **MODEL, **(model or {})}))
+    (folder / "config.json").write_text(
+        json.dumps({"tie_word_embeddings": True, **MODEL, **(model or {})})
+    )
     texts = folder / "texts"
     texts.mkdir(exist_ok=True)
     for number in range(40):
@@ -55,7 +60,12 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
         (texts / f"{number:02d}.txt").write_text(" ".join(words))
     tree = {
         "model": {"path": str(folder / "config.json")},
-        "data": {"path": str(texts), "tokenizer": "bytes", "context": 61, "validation_fraction": 0.2},
+        "data": {
+            "path": str(texts),
+            "tokenizer": "bytes",
+            "context": 61,
+            "validation_fraction": 0.2,
+        },
         "optim": {"lr": 1e-2, "warmup_steps": 2},
         "train": {
             "run_dir": str(folder / "run"),
@@ -66,7 +76,9 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
             "validate_sequences": 1,  # test_train_loop_step_is_exact.py has several
         },
     }
-    return parse_config({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
+    return parse_config(
+        {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
+    )
 
 
 def validate(config: Config, resume: Path | None = None) -> Run:
@@ -81,7 +93,8 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
 
 
 def saves_in_time() -> contextlib.AbstractContextManager[Any]:
-    """Let every save end before the next step does, as if steps took longer, so that no save is skipped."""
+    """Let every save end before the next step does, as if steps took longer, so that no save is
+    skipped."""
 
     def is_done(saver: Saver) -> bool:
         wait([saver._in_progress] if saver._in_progress is not None else [])
@@ -90,7 +103,9 @@ def saves_in_time() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Saver, "is_done", property(is_done))
 
 
-def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:
+def start_program(
+    config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank
+) -> Program:
     """Start the run in its own processes, as the command line does; each rank calls `rank`."""
     run_dir = config.train.run_dir
     assert run_dir is not None
@@ -104,7 +119,8 @@ def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable)
 
 @contextlib.contextmanager
 def may_fork() -> Iterator[None]:
-    """In a process of programs.py, let torchrun's agent fork ranks instead of starting programs, unless --plain."""
+    """In a process of programs.py, let torchrun's agent fork ranks instead of starting programs,
+    unless --plain."""
     if PLAIN in os.environ:
         yield
         return
@@ -113,7 +129,8 @@ def may_fork() -> Iterator[None]:
         ranks = elastic_launch(dataclasses.replace(config, start_method="fork"), _child)
         return lambda *command: ranks(command[-1])
 
-    elastic_launch, api.elastic_launch = api.elastic_launch, forked
+    elastic_launch = api.elastic_launch
+    api.elastic_launch = forked
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start processes
     try:
         yield
@@ -127,7 +144,9 @@ def _child(folder: str) -> None:
     run_child_rank(folder)
 
 
-def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 300) -> None:
+def wait_for(
+    condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 300
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert program is None or program.poll() is None, program.stderr
@@ -145,7 +164,8 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def copy_run_at_step(run_dir: Path, folder: Path, step: int) -> Path:
     """Copy the run as it was after saving step `step`.
 
-    Losses of later steps in metrics.jsonl are replaced by wrong ones, to catch a run that does not recompute them.
+    Losses of later steps in metrics.jsonl are replaced by wrong ones, to catch a run that does not
+    recompute them.
     """
     shutil.copytree(run_dir, folder)
     (folder / "latest").write_text(f"step-{step:08d}\n")
@@ -158,12 +178,16 @@ def copy_run_at_step(run_dir: Path, folder: Path, step: int) -> Path:
 def bitwise_metrics(run_dir: Path) -> list[tuple]:
     """Return the metrics that must be bitwise equal in two equal runs."""
     keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "label_tokens")
-    steps = read_metrics(run_dir / "metrics.jsonl")  # events depend on the machine: a slow rank, a full GPU
+    # events depend on the machine: a slow rank, a full GPU
+    steps = read_metrics(run_dir / "metrics.jsonl")
     return [tuple(record[key] for key in keys) for record in steps]
 
 
-def run_and_record_exit(fault: Callable[[pytest.MonkeyPatch], None], config: Config, folder: Path) -> None:
-    """Run with `fault` installed. A rank that the heartbeat ends writes its exit code and message to a file first."""
+def run_and_record_exit(
+    fault: Callable[[pytest.MonkeyPatch], None], config: Config, folder: Path
+) -> None:
+    """Run with `fault` installed. A rank that the heartbeat ends writes its exit code and message
+    to a file first."""
 
     def record_and_exit(outcome: Outcome) -> None:
         (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")

@@ -1,7 +1,7 @@
 """Find out how ithaka handles each causal model type of transformers.
 
-Small random models with every kind of layer are compared in fp64. Only `EXCEPTIONS` knows families, those with
-configurations whose fields must fit together.
+Small random models with every kind of layer are compared in fp64. Only `EXCEPTIONS` knows families,
+those with configurations whose fields must fit together.
 """
 
 import inspect
@@ -36,55 +36,205 @@ MAX_PARAMETERS = 20_000_000
 # Sizes by field name, in a configuration or a part of one. Smaller defaults stay.
 SIZES: dict[int, list[str]] = {
     0: [
-        *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout", "layerdrop"),
-        *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "embedding_dropout"),
-        *("residual_dropout", "router_jitter_noise", "input_jitter_noise", "decoder_layerdrop", "encoder_layerdrop"),
+        *(
+            "attention_dropout",
+            "attn_pdrop",
+            "resid_pdrop",
+            "embd_pdrop",
+            "dropout",
+            "hidden_dropout",
+            "layerdrop",
+        ),
+        *(
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "activation_dropout",
+            "embedding_dropout",
+        ),
+        *(
+            "residual_dropout",
+            "router_jitter_noise",
+            "input_jitter_noise",
+            "decoder_layerdrop",
+            "encoder_layerdrop",
+        ),
         *("emb_pdrop", "ffn_dropout"),
     ],
     1: ["topk_group"],
     2: [
-        *("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups"),
-        *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
-        *("n_group", "num_expert_group", "encoder_layers", "depth", "num_global_layers", "num_layers_per_stack"),
+        *(
+            "num_key_value_heads",
+            "num_kv_heads",
+            "kv_n_heads",
+            "swa_num_key_value_heads",
+            "num_query_groups",
+        ),
+        *(
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_k",
+            "moe_topk",
+            "moe_top_k",
+            "top_k_experts",
+        ),
+        *(
+            "n_group",
+            "num_expert_group",
+            "encoder_layers",
+            "depth",
+            "num_global_layers",
+            "num_layers_per_stack",
+        ),
         *("linear_num_key_heads", "n_groups", "o_groups", "hc_sinkhorn_iters", "index_topk_blocks"),
         *("index_block_size", "num_kv_shared_layers", "num_encoder_layers", "zero_expert_num"),
     ],
     4: [
-        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_topk", "index_n_heads"),
-        *("linear_num_value_heads", "linear_num_heads", "num_encoder_attention_heads", "encoder_attention_heads"),
+        *(
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_num_experts",
+            "index_topk",
+            "index_n_heads",
+        ),
+        *(
+            "linear_num_value_heads",
+            "linear_num_heads",
+            "num_encoder_attention_heads",
+            "encoder_attention_heads",
+        ),
         *("num_codebooks", "rel_extent", "d_rel"),
     ],
-    5: ["sliding_window", "sliding_window_size", "local_attention", "window_size", "attention_window_size"],
+    5: [
+        "sliding_window",
+        "sliding_window_size",
+        "local_attention",
+        "window_size",
+        "attention_window_size",
+    ],
     7: ["attention_chunk_size"],
     8: [
-        *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads"),
-        *("swa_num_attention_heads", "num_decoder_attention_heads", "qk_rope_head_dim", "linear_key_head_dim"),
-        *("linear_value_head_dim", "linear_head_dim", "hidden_size_per_layer_input", "laurel_rank", "state_size"),
-        *("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size", "block_size", "rotary_dim"),
-        *("router_hidden_size", "adapter_rank", "floor_scale", "time_step_rank", "mamba_dt_rank", "keep_window_size"),
+        *(
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "attention_heads",
+        ),
+        *(
+            "swa_num_attention_heads",
+            "num_decoder_attention_heads",
+            "qk_rope_head_dim",
+            "linear_key_head_dim",
+        ),
+        *(
+            "linear_value_head_dim",
+            "linear_head_dim",
+            "hidden_size_per_layer_input",
+            "laurel_rank",
+            "state_size",
+        ),
+        *(
+            "mamba_d_state",
+            "ssm_state_size",
+            "mamba_chunk_size",
+            "chunk_size",
+            "block_size",
+            "rotary_dim",
+        ),
+        *(
+            "router_hidden_size",
+            "adapter_rank",
+            "floor_scale",
+            "time_step_rank",
+            "mamba_dt_rank",
+            "keep_window_size",
+        ),
         *("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"),
     ],
     12: ["v_head_dim", "swa_v_head_dim"],
     16: [
-        *("head_dim", "kv_lora_rank", "qk_nope_head_dim", "query_pre_attn_scalar", "swa_head_dim", "kv_channels"),
-        *("dim_head", "d_head", "d_kv", "attention_head_size", "o_lora_rank", "index_head_dim", "mamba_d_head"),
+        *(
+            "head_dim",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "query_pre_attn_scalar",
+            "swa_head_dim",
+            "kv_channels",
+        ),
+        *(
+            "dim_head",
+            "d_head",
+            "d_kv",
+            "attention_head_size",
+            "o_lora_rank",
+            "index_head_dim",
+            "mamba_d_head",
+        ),
         *("mamba_headdim", "mamba_head_dim", "moe_latent_size"),
     ],
     24: ["moe_intermediate_size", "q_lora_rank", "expert_ffn_hidden_size", "image_size"],
     40: [
-        *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff", "dff", "dim_ff"),
-        *("ffn_hidden_size", "d_inner", "intermediate_size_mlp", "dense_intermediate_size", "feed_forward_size"),
-        *("prefix_dense_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"),
+        *(
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "n_inner",
+            "d_ff",
+            "dff",
+            "dim_ff",
+        ),
+        *(
+            "ffn_hidden_size",
+            "d_inner",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "feed_forward_size",
+        ),
+        *(
+            "prefix_dense_intermediate_size",
+            "shared_intermediate_size",
+            "shared_expert_intermediate_size",
+        ),
         *("moe_shared_expert_intermediate_size", "mlp_dim"),
     ],
     264: [
-        *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "audio_vocab_size", "shape_vocab_size"),
+        *(
+            "vocab_size",
+            "vocab_size_per_layer_input",
+            "decoder_vocab_size",
+            "audio_vocab_size",
+            "shape_vocab_size",
+        ),
         *("encoder_hash_byte_group_vocab", "pronunciation_vocab_size"),
     ],
     64: [
-        *("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim", "embedding_dim", "word_embed_proj_dim"),
-        *("backbone_hidden_size", "mamba_d_ssm", "lru_width", "hidden_size_global", "input_size", "out_hidden_size"),
-        *("projector_input_dim", "projector_output_dim", "vision_output_dim", "codebook_size", "codebook_dim"),
+        *(
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "embedding_size",
+            "emb_dim",
+            "embedding_dim",
+            "word_embed_proj_dim",
+        ),
+        *(
+            "backbone_hidden_size",
+            "mamba_d_ssm",
+            "lru_width",
+            "hidden_size_global",
+            "input_size",
+            "out_hidden_size",
+        ),
+        *(
+            "projector_input_dim",
+            "projector_output_dim",
+            "vision_output_dim",
+            "codebook_size",
+            "codebook_dim",
+        ),
     ],
     512: [
         *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"),
@@ -92,27 +242,44 @@ SIZES: dict[int, list[str]] = {
     ],
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names}
-FILLED = ("head_dim", "n_routed_experts", "num_experts_per_tok")  # also if the default is None, which does not run
-HEADS, HEAD_DIM = SIZE_OF["num_attention_heads"], SIZE_OF["hidden_size"] // SIZE_OF["num_attention_heads"]
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+# also if the default is None, which does not run
+FILLED = ("head_dim", "n_routed_experts", "num_experts_per_tok")
+HEADS = SIZE_OF["num_attention_heads"]
+HEAD_DIM = SIZE_OF["hidden_size"] // SIZE_OF["num_attention_heads"]
+NUM_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
 # For models that need more: ungrouped heads, or head dims that divide the hidden size.
 FITTINGS: list[dict[str, Any]] = [
     {},
     {"num_key_value_heads": HEADS},
     {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM},
 ]
-# Settings that enable further kinds of layers, by the field that a configuration must have; tried one by one.
+# Settings that enable further kinds of layers, by the field that a configuration must have; tried
+# one by one.
 WINDOWS: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 5},
     "use_sliding_window": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "interleave_moe_layer_step": {"interleave_moe_layer_step": 2},
-    "enable_moe_block": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "enable_moe_block": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
-NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
+# first layers without experts
+NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 QWEN4 = {
-    f"indexer_{name}": n for name, n in dict(n_heads=4, kv_heads=1, head_dim=16, budget=8, compress_ratio=4).items()
+    f"indexer_{name}": n
+    for name, n in dict(n_heads=4, kv_heads=1, head_dim=16, budget=8, compress_ratio=4).items()
 }
 # Configurations whose fields must fit together, or whose defaults lack a kind of layer.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -137,7 +304,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Finding:
-    """One model type. `path`: exact, refused, broken (raises an error) or unknown; `why`: for the latter."""
+    """One model type. `path`: exact, refused, broken (raises an error) or unknown; `why`: for the
+    latter."""
 
     model_type: str
     path: str
@@ -167,17 +335,22 @@ class Small:
 
     @property
     def config(self) -> PretrainedConfig:
-        config_class, fixed = CONFIG_MAPPING[self.model_type], EXCEPTIONS.get(self.model_type, {})
+        config_class = CONFIG_MAPPING[self.model_type]
+        fixed = EXCEPTIONS.get(self.model_type, {})
         part = _decoder_part(config_class(**fixed))
         if part is None:
             return config_class(**{**fixed, **self.sizes, **self.decoder})
-        return config_class(**{**self.sizes, part: self.sizes[part] | self.decoder | fixed.get(part, {})})
+        return config_class(
+            **{**self.sizes, part: self.sizes[part] | self.decoder | fixed.get(part, {})}
+        )
 
     def build(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the model and run it once. Raises any error of transformers."""
         config = self.config
         with torch.device("meta"):
-            num_parameters = sum(param.numel() for param in AutoModelForCausalLM.from_config(config).parameters())
+            num_parameters = sum(
+                param.numel() for param in AutoModelForCausalLM.from_config(config).parameters()
+            )
         if num_parameters > MAX_PARAMETERS:
             raise ValueError(f"has {num_parameters / 1e6:.0f}M parameters")
         model = random_decoder(config, dtype)
@@ -203,7 +376,9 @@ def _decoder_part(config: PretrainedConfig) -> str | None:
     """Return the name of the part that configures the decoder; None: the configuration itself."""
     with suppress(ValueError):  # several parts could be meant
         own = config.get_text_config()
-        return next((name for name in config.sub_configs if getattr(config, name, None) is own), None)
+        return next(
+            (name for name in config.sub_configs if getattr(config, name, None) is own), None
+        )
     return None
 
 
@@ -212,8 +387,14 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
     small: dict[str, Any] = {}
     values = config.to_dict()
     for name, value in values.items():
-        if name in SIZE_OF and isinstance(value, int | float | list) and not isinstance(value, bool):
-            small[name] = SIZE_OF[name] if isinstance(value, list) else type(value)(min(value, SIZE_OF[name]))
+        if (
+            name in SIZE_OF
+            and isinstance(value, int | float | list)
+            and not isinstance(value, bool)
+        ):
+            small[name] = (
+                SIZE_OF[name] if isinstance(value, list) else type(value)(min(value, SIZE_OF[name]))
+            )
         elif name in FILLED and value is None:
             small[name] = SIZE_OF[name]
         elif name == "pad_token_id" and value is not None:
@@ -231,7 +412,11 @@ def layer_lists(config: PretrainedConfig) -> tuple[list[str], dict[str, list]]:
     values = config.to_dict()
     counts = [name for name in NUM_LAYERS if isinstance(values.get(name), int)]
     num_layers = values[counts[0]] if counts else 0
-    lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == num_layers > 1 and _has_kinds(v)}
+    lists = {
+        k: v
+        for k, v in values.items()
+        if isinstance(v, list) and len(v) == num_layers > 1 and _has_kinds(v)
+    }
     return counts, {name: kinds for name, kinds in lists.items() if name not in SIZE_OF}
 
 
@@ -248,7 +433,8 @@ def set_layers(counts: list[str], lists: dict[str, list], columns: list[tuple]) 
 
 
 def small_variants(model_type: str) -> list[Small]:
-    """Return a small configuration with all kinds of layers that the type allows, and one with those of the default.
+    """Return a small configuration with all kinds of layers that the type allows, and one with
+    those of the default.
 
     Raises the last error if transformers runs neither.
     """
@@ -258,13 +444,20 @@ def small_variants(model_type: str) -> list[Small]:
     counts, lists = layer_lists(decoder)
     kinds = {name: list(dict.fromkeys(values)) for name, values in lists.items()}
     in_use = list(dict.fromkeys(zip(*lists.values(), strict=True))) if lists else [()]
-    layers = [set_layers(counts, lists, list(product(*kinds.values()))), set_layers(counts, lists, in_use)]
+    layers = [
+        set_layers(counts, lists, list(product(*kinds.values()))),
+        set_layers(counts, lists, in_use),
+    ]
     first = _first_that_runs(model_type, default, [*layers, dict.fromkeys(counts, 4)])
 
     most = first
     for name, changes in WINDOWS.items():
         most = most.extend(changes) if hasattr(decoder, name) else most
-    for name in [name for name in kinds if name in ("layer_types", "mlp_layer_types") and name in first.decoder]:
+    for name in [
+        name
+        for name in kinds
+        if name in ("layer_types", "mlp_layer_types") and name in first.decoder
+    ]:
         for kind in [kind for kind in _named_kinds(decoder, name) if kind not in kinds[name]]:
             more = kinds | {name: [*kinds[name], kind]}
             larger = most.extend(set_layers(counts, lists, list(product(*more.values()))))
@@ -282,7 +475,9 @@ def small_variants(model_type: str) -> list[Small]:
     return [most] if most == first else [most, first]
 
 
-def _first_that_runs(model_type: str, default: PretrainedConfig, layers: list[dict[str, Any]]) -> Small:
+def _first_that_runs(
+    model_type: str, default: PretrainedConfig, layers: list[dict[str, Any]]
+) -> Small:
     error: Exception | None = None
     for changes, fitting in product(layers, FITTINGS):
         small = Small(model_type, shrink(default), changes | fitting)
@@ -315,7 +510,8 @@ def examine(model_type: str) -> Finding:
     except Exception as error:
         return examine_structure(model_type, error)
     finding = examine_variant(variants[0])
-    if len(variants) == 1 or (finding.is_exact and finding.layer_types):  # they include those of the second variant
+    # they include those of the second variant
+    if len(variants) == 1 or (finding.is_exact and finding.layer_types):
         return finding
     plainer = examine_variant(variants[1])
     if not finding.is_exact:
@@ -324,11 +520,14 @@ def examine(model_type: str) -> Finding:
     if not plainer.is_exact:
         return plainer
     both = [*finding.layers, *(layer for layer in plainer.layers if layer not in finding.layers)]
-    return replace(max(finding, plainer, key=lambda each: each.error), layers=both, experts=finding.experts)
+    return replace(
+        max(finding, plainer, key=lambda each: each.error), layers=both, experts=finding.experts
+    )
 
 
 def examine_variant(variant: Small) -> Finding:
-    model_type, model = variant.model_type, variant.build()
+    model_type = variant.model_type
+    model = variant.build()
     try:
         layers = read_layers(model)
         error, name = worst_error(compare_wide(variant.build(torch.float64)))
@@ -338,7 +537,9 @@ def examine_variant(variant: Small) -> Finding:
         return Finding(model_type, "broken", f"{type(failed).__name__}: {shorten(str(failed))}")
     kinds = list(dict.fromkeys(getattr(model.config, "layer_types", None) or []))
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(layer.items()) for layer in layers)]
-    return Finding(model_type, "exact", "", distinct, kinds, count_experts(model.config), error, name)
+    return Finding(
+        model_type, "exact", "", distinct, kinds, count_experts(model.config), error, name
+    )
 
 
 def examine_structure(model_type: str, error: Exception) -> Finding:
@@ -380,18 +581,24 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
     """Return errors of loss and gradients on 2 ranks, in fp64 throughout.
 
-    Autograd does not enter the caller's modes, so every backward that runs a model's own code enters `InFloat64`,
-    except in the probe, which runs in fp32.
+    Autograd does not enter the caller's modes, so every backward that runs a model's own code
+    enters `InFloat64`, except in the probe, which runs in fp32.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule._LayerFunction, "backward", staticmethod(_widen(schedule._LayerFunction.backward)))
+        patch.setattr(
+            schedule._LayerFunction,
+            "backward",
+            staticmethod(_widen(schedule._LayerFunction.backward)),
+        )
         patch.setattr(Gate, "backward", _widen(Gate.backward))
         return compare(model, Layout(2, tile_tokens=5), tokens=TOKENS)
 
 
 def _widen(function: Callable) -> Callable:
     def run_wide(*args):
-        is_wide = any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in args)
+        is_wide = any(
+            isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in args
+        )
         with InFloat64() if is_wide else nullcontext():
             return function(*args)
 

@@ -5,12 +5,37 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-    "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|return|>",
-    "<|outputs|>", "<|output|>", "<|end_outputs|>", "<end_of_utterance>",
-]  # fmt: skip
-WORDS = "the user asks the assistant who answers: hello there, 2 + 2 is 4. system assistant model tool call think " * 9
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|return|>",
+    "<|outputs|>",
+    "<|output|>",
+    "<|end_outputs|>",
+    "<end_of_utterance>",
+]
+WORDS = (
+    "the user asks the assistant who answers: hello there, 2 + 2 is 4. system assistant model "
+    "tool call think "
+) * 9
 
 CHATML = """{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + \
 '<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -204,7 +229,8 @@ PHI3 = """{% for message in messages %}{% if message['role'] == 'user' %}\
 {{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
 
-# Like Qwen3.5 and DeepSeek R1: the prompt opens the thinking, which is dropped from all but the last answer.
+# Like Qwen3.5 and DeepSeek R1: the prompt opens the thinking, which is dropped from all but the
+# last answer.
 THINKING = """{%- macro body(content) -%}{%- for part in [content] -%}{{ part }}{%- endfor -%}{%- endmacro -%}
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' -}}
@@ -226,8 +252,9 @@ DEEPSEEK = """{%- for message in messages %}{%- if message['role'] == 'user' %}{
 {{'<|assistant|>' + message['content'] + '</s>'}}{%- endif %}{%- endfor -%}\
 {% if add_generation_prompt %}{{'<|assistant|>'}}{% endif %}"""
 
-# Like DeepSeek V3: the results of several tools form one block, which the next answer closes without its own header; a
-# later call has no header either. Expects the arguments of a call as text, and accepts None as content.
+# Like DeepSeek V3: the results of several tools form one block, which the next answer closes
+# without its own header; a later call has no header either. Expects the arguments of a call as
+# text, and accepts None as content.
 DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_token }}
 {%- for message in messages -%}
     {%- if message['role'] == 'user' -%}
@@ -252,7 +279,8 @@ DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_t
 {%- endfor -%}
 {%- if ns.outputs -%}{{- '<|end_outputs|>' -}}{%- elif add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
-# The token that ends a turn comes at the start of the next one, and in the second template also after the last.
+# The token that ends a turn comes at the start of the next one, and in the second template also
+# after the last.
 NEXT_TURN = """{%- for message in messages -%}
     {%- if not loop.first -%}{{- '<|im_end|>\n' -}}{%- endif -%}
     {{- '<|im_start|>' + message.role + '\n' + message.content -}}
@@ -298,13 +326,19 @@ def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with the special tokens of these templates."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder, backend.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
     trainer = trainers.BpeTrainer(
         vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     backend.train_from_iterator([WORDS], trainer)
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template,
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""adapter.dropout: gradients match PEFT's under the same mask, a function of seed, step, module, token and column."""
+"""adapter.dropout: gradients match PEFT's under the same mask, a function of seed, step, module,
+token and column."""
 
 import hashlib
 import json
@@ -26,7 +27,9 @@ P = 0.3
 
 
 def hash_word(*values) -> np.uint32:
-    return np.uint32(int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "big"))
+    return np.uint32(
+        int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "big")
+    )
 
 
 def mix(x):
@@ -37,7 +40,9 @@ def mix(x):
 
 def keep_mask(name, rows, tokens, width, seed=0, step=0) -> torch.Tensor:
     """Return the mask [rows, tokens, width], computed in unsigned arithmetic."""
-    low, high = np.meshgrid(np.arange(tokens, dtype=np.uint32), np.arange(rows, dtype=np.uint32) * np.uint32(16))
+    low, high = np.meshgrid(
+        np.arange(tokens, dtype=np.uint32), np.arange(rows, dtype=np.uint32) * np.uint32(16)
+    )
     keys = mix(mix(mix(low + hash_word(seed, step)) + high) + hash_word(name))
     columns = mix(np.arange(width, dtype=np.uint32) + hash_word("column"))
     bits = mix(keys[..., None] + columns) & np.uint32(0x7FFFFFFF)
@@ -69,13 +74,23 @@ def injected_loss(ids):
 CASES = {  # family (None: qwen3), rows, data-parallel ranks, layout
     "one rank": (None, 1, 1, Layout()),
     "rows and tiles": (None, 2, 1, Layout(tile_tokens=7, heads_per_stage=2)),
-    "two ranks, kept": (None, 1, 1, Layout(2, tile_tokens=5, heads_per_stage=4, kept=(EVERYTHING, EVERYTHING))),
+    "two ranks, kept": (
+        None,
+        1,
+        1,
+        Layout(2, tile_tokens=5, heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+    ),
     "uneven heads": (None, 1, 1, Layout(4, tile_tokens=3, overlap=False)),
     "ring": (None, 1, 1, Layout(4, ring=2, tile_tokens=5)),
     "data parallel": (None, 2, 2, Layout(2)),
     "sliding windows": ("gemma3_text", 1, 1, Layout(tile_tokens=7)),
     "sliding windows, two ranks": ("gemma3_text", 2, 1, Layout(2, tile_tokens=5, overlap=False)),
-    "sliding windows, four ranks": ("olmo3", 1, 1, Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING))),
+    "sliding windows, four ranks": (
+        "olmo3",
+        1,
+        1,
+        Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING)),
+    ),
 }
 
 
@@ -90,19 +105,27 @@ SLOW = {
 }  # the other cases cover most of these
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+)
 def test_gradients_equal_those_of_peft_under_the_same_mask(case):
     family, rows, dp, layout = CASES[case]
     heads = 6 if case == "uneven heads" else 8
-    plain = tiny_model(tiny_config("qwen3", heads=heads)) if family is None else tiny_decoder(family)
+    plain = (
+        tiny_model(tiny_config("qwen3", heads=heads)) if family is None else tiny_decoder(family)
+    )
     if family is not None:
-        layout = Layout(**{**vars(layout), "kept": layout.kept and (EVERYTHING,) * len(plain.model.layers)})
+        layout = Layout(
+            **{**vars(layout), "kept": layout.kept and (EVERYTHING,) * len(plain.model.layers)}
+        )
     plain = add_lora(plain, target_modules=LINEARS, lora_dropout=P).train()
     ids = random_ids(rows * dp, 24)
     if dp > 1:  # sequences alternate between the data-parallel ranks; `compare` gives each a block
         ids = ids.view(rows, dp, -1).transpose(0, 1).reshape(rows * dp, -1)
         order = torch.arange(rows * dp).view(dp, rows).t().flatten()
-        errors = compare(plain, layout, lambda model: injected_loss(ids[order])(model), dp=dp, input_ids=ids)
+        errors = compare(
+            plain, layout, lambda model: injected_loss(ids[order])(model), dp=dp, input_ids=ids
+        )
     else:
         errors = compare(plain, layout, injected_loss(ids), input_ids=ids)
     assert_equal(errors)
@@ -147,7 +170,9 @@ def test_the_mask_changes_with_every_argument_and_drops_the_right_share():
 
 def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
     ids = random_ids(1, 19)
-    plain = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P).eval()
+    plain = add_lora(
+        tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P
+    ).eval()
     with torch.no_grad():
         expected = plain(input_ids=ids).logits
         model = parallelize_model(plain.train(), layout=Layout(tile_tokens=7))
@@ -161,7 +186,9 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
             tiny_model(tiny_config("llama", tie_word_embeddings=False)),
             LoraConfig(target_modules=["lm_head"], lora_dropout=P),
         )
-    assert_refused(lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", fix="lora_dropout=0")
+    assert_refused(
+        lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", fix="lora_dropout=0"
+    )
     compiled = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P)
     parallelize = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
     assert_refused(parallelize, "adapter.dropout", "train.compile=true", fix="set one of them")
@@ -170,12 +197,21 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
 def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):
     adapter = {"rank": 4, "dropout": P}
     config = tiny_run(tmp_path, adapter=adapter, train={"accumulate": 2, "validate_every": 0})
-    plain = tiny_run(tmp_path / "plain", adapter={"rank": 4}, train={"accumulate": 2, "validate_every": 0})
+    plain = tiny_run(
+        tmp_path / "plain", adapter={"rank": 4}, train={"accumulate": 2, "validate_every": 0}
+    )
     for each in (config, plain):
         run(each)
     uninterrupted = bitwise_metrics(config.train.run_dir)
     again = moved(config, copy_run_at_step(config.train.run_dir, tmp_path / "again", 2))
     run(again, again.train.run_dir)
     assert bitwise_metrics(again.train.run_dir) == uninterrupted
-    assert [step[1] for step in uninterrupted][1:] != [step[1] for step in bitwise_metrics(plain.train.run_dir)][1:]
-    assert json.loads((config.train.run_dir / "model" / "adapter_config.json").read_text())["lora_dropout"] == P
+    assert [step[1] for step in uninterrupted][1:] != [
+        step[1] for step in bitwise_metrics(plain.train.run_dir)
+    ][1:]
+    assert (
+        json.loads((config.train.run_dir / "model" / "adapter_config.json").read_text())[
+            "lora_dropout"
+        ]
+        == P
+    )

@@ -1,4 +1,5 @@
-"""Runs with an adapter: losses match a plain PEFT loop; loading and exporting PEFT's files, merging, resuming."""
+"""Runs with an adapter: losses match a plain PEFT loop; loading and exporting PEFT's files,
+merging, resuming."""
 
 import dataclasses
 import json
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.blocks.linear import as_linear
-from ithaka.checkpoint import files
+from ithaka.checkpoint import checkpoints
 from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.comm.mesh import make_mesh
@@ -23,8 +24,8 @@ from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.run import validate as checks
 from ithaka.run.resolve import read_stored_settings
+from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate
-from ithaka.train.trainer import prepare
 from ithaka.weights.formats import round_weights
 from models import tiny_model
 from parity import plain_sum
@@ -36,10 +37,17 @@ MODEL = {**ONE_LAYER, "num_hidden_layers": 2}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "adapters": (False, {"target_modules": [*LINEARS, "lm_head"]}),
-    "adapters and both ends": (False, {"target_modules": LINEARS, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "adapters and both ends": (
+        False,
+        {"target_modules": LINEARS, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
     "tied ends": (
         True,
-        {"target_modules": LINEARS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {
+            "target_modules": LINEARS,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
     ),
 }
 
@@ -61,7 +69,9 @@ def save_base(folder, tied, dtype=torch.float32):
 def save_adapter(base, folder, **lora):
     """Save an adapter as PEFT does after some training, with nonzero B."""
     torch.manual_seed(7)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, lora_alpha=5, **lora))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, lora_alpha=5, **lora)
+    )
     with torch.no_grad():
         for param in (param for param in model.parameters() if param.requires_grad):
             param += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(8))
@@ -70,19 +80,26 @@ def save_adapter(base, folder, **lora):
 
 
 def configured(folder, base, adapter, **sections):
-    # With a small eps, Adam would amplify the rounding of tiny gradients (norms are float32) to full steps.
+    # With a small eps, Adam would amplify the rounding of tiny gradients (norms are float32) to
+    # full steps.
     config = tiny_run(folder, optim={"eps": 1e-4}, **sections)
-    return dataclasses.replace(config, model=ModelConfig(path=base, dtype="float64"), adapter=adapter)
+    return dataclasses.replace(
+        config, model=ModelConfig(path=base, dtype="float64"), adapter=adapter
+    )
 
 
 def train_and_record(config):
     """Train and return the micro-batches and the loss of each step."""
-    trainer, steps, losses = prepare(run := validate(config)), [], []
-    added = sum(param.numel() for name, param in trainer.model.named_parameters() if "lora_" in name)
+    trainer = prepare(run := validate(config))
+    steps = []
+    losses = []
+    added = sum(
+        param.numel() for name, param in trainer.model.named_parameters() if "lora_" in name
+    )
     assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
         batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
-        losses.append(trainer.advance(batches)[0].loss)
+        losses.append(trainer.advance(batches).result.loss)
         steps.append(batches)
     trainer.save()
     trainer.saver.finish()
@@ -91,9 +108,12 @@ def train_and_record(config):
 
 def batch_loss(model, batches):
     """Return the mean loss, computing each document on its own."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for batch in batches:
-        for ids, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
+        for ids, labels, documents in zip(
+            batch.input_ids, batch.labels, batch.document_ids, strict=True
+        ):
             lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
             for part, expected in zip(ids.split(lengths), labels.split(lengths), strict=True):
                 if len(part) > 1:
@@ -110,7 +130,9 @@ def load_adapter(base, adapter, **options):
 def plain_losses(model, steps, optim):
     """Return the losses of a plain PEFT training loop."""
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    optimizer = torch.optim.AdamW(
+        params, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
     losses = []
     for step, batches in enumerate(steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, optim, len(steps))
@@ -123,7 +145,9 @@ def plain_losses(model, steps, optim):
     return losses
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("adapters and both ends", "tied ends")]
+SLOW = [
+    pytest.param(case, marks=pytest.mark.slow) for case in ("adapters and both ends", "tied ends")
+]
 
 
 @pytest.mark.parametrize("case", ["adapters", *SLOW])
@@ -141,22 +165,35 @@ def test_an_adapter_from_peft_trains_as_in_peft_and_is_exported(ranks, tmp_path,
     ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
     expected = plain(input_ids=ids).logits
     out = export(config.train.run_dir, tmp_path / "out")
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in out.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        file.name for file in out.iterdir()
+    }
     assert not (out / "config.json").exists(), "PEFT uses the base's config.json"
-    torch.testing.assert_close(load_adapter(base, out)(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
-    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", True))
+    torch.testing.assert_close(
+        load_adapter(base, out)(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5
+    )
+    merged = AutoModelForCausalLM.from_pretrained(
+        export(config.train.run_dir, tmp_path / "merged", True)
+    )
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
-    torch.testing.assert_close(merged.double()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        merged.double()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5
+    )
 
     again = configured(tmp_path / "b", base, AdapterConfig(path=out), train={"steps": 1})
     (batches,), (loss,) = ranks.run(2, train_and_record, again)[0]
-    assert loss == pytest.approx(float(batch_loss(load_adapter(base, out), batches).detach()), rel=1e-6)
+    assert loss == pytest.approx(
+        float(batch_loss(load_adapter(base, out), batches).detach()), rel=1e-6
+    )
 
 
 def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks, tmp_path):
-    base, ids = save_base(tmp_path / "base", False), torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
+    base = save_base(tmp_path / "base", False)
+    ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
     start = save_adapter(base, tmp_path / "start", target_modules=LINEARS)
-    settings = read_stored_settings(AdapterConfig(path=start, base="nf4", unquantized=("v_proj",)), set())
+    settings = read_stored_settings(
+        AdapterConfig(path=start, base="nf4", unquantized=("v_proj",)), set()
+    )
     config = configured(tmp_path / "a", base, settings, train={"steps": 2})
     steps, losses = ranks.run(2, train_and_record, config)[0]
     rounded = AutoModelForCausalLM.from_pretrained(base).double()
@@ -171,8 +208,15 @@ def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks
     assert (base["base"], base["unquantized"]) == ("nf4", ["v_proj"])
     merged = {}
     for as_trained in (True, False):
-        folder = export(config.train.run_dir, tmp_path / f"merged-{as_trained}", merge=True, as_trained=as_trained)
-        merged[as_trained] = AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
+        folder = export(
+            config.train.run_dir,
+            tmp_path / f"merged-{as_trained}",
+            merge=True,
+            as_trained=as_trained,
+        )
+        merged[as_trained] = (
+            AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
+        )
     torch.testing.assert_close(merged[True], expected, rtol=1e-5, atol=1e-5)
     assert (merged[False] - expected).norm() > 0.01 * expected.norm()
 
@@ -183,10 +227,8 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     config = configured(tmp_path, base, adapter)
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
-    uninterrupted, names = (
-        bitwise_metrics(run_dir),
-        SafeReader(files.find_checkpoint(run_dir)).read_metadata().state_dict_metadata,
-    )
+    uninterrupted = bitwise_metrics(run_dir)
+    names = SafeReader(checkpoints.find_checkpoint(run_dir)).read_metadata().state_dict_metadata
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")
@@ -201,15 +243,28 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     elsewhere = dataclasses.replace(longer, model=dataclasses.replace(config.model, path=moved))
     assert "model.path" in validate(elsewhere, run_dir).changed
     weights = load_file(moved / "model.safetensors")
-    save_file({name: -weight for name, weight in weights.items()}, moved / "model.safetensors", {"format": "pt"})
-    assert_refused(lambda: validate(elsewhere, run_dir), f"model.path={moved}", str(run_dir), fix=f"model.path={base}")
+    save_file(
+        {name: -weight for name, weight in weights.items()},
+        moved / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert_refused(
+        lambda: validate(elsewhere, run_dir),
+        f"model.path={moved}",
+        str(run_dir),
+        fix=f"model.path={base}",
+    )
     resumed = validate(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
-    assert_refused(lambda: validate(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
-    (run_dir / files.PINS_FILE).unlink()
+    assert_refused(
+        lambda: validate(longer, run_dir), f"model.path={base}", "base model", fix="start a new run"
+    )
+    (run_dir / checkpoints.PINS_FILE).unlink()
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
-        checks, "fingerprint_weights", side_effect=AssertionError("full training does not need the base")
+        checks,
+        "fingerprint_weights",
+        side_effect=AssertionError("full training does not need the base"),
     ):
         checks.check_base(full)
     shutil.rmtree(base)
@@ -219,13 +274,17 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
 def build_parameters(base, adapter):
     """Build a bfloat16 model; return {name: (full parameter, whether it is trained)}."""
     model = build_model(base, make_mesh(1), Layout(dtype="bfloat16"), adapter=adapter, seed=4)
-    return {name: (param.full_tensor().detach(), param.requires_grad) for name, param in model.named_parameters()}
+    return {
+        name: (param.full_tensor().detach(), param.requires_grad)
+        for name, param in model.named_parameters()
+    }
 
 
 def test_a_new_adapter_matches_peft_on_any_number_of_ranks(ranks, tmp_path):
     base = save_base(tmp_path / "base", False, torch.bfloat16)
     adapter = AdapterConfig(rank=3, alpha=6, modules_to_save=("lm_head",))
-    (one,), (two, other) = ranks.run(1, build_parameters, base, adapter), ranks.run(2, build_parameters, base, adapter)
+    (one,) = ranks.run(1, build_parameters, base, adapter)
+    (two, other) = ranks.run(2, build_parameters, base, adapter)
     stored = load_file(base / "model.safetensors")
     for name, (tensor, trained) in one.items():
         assert torch.equal(tensor, two[name][0]) and torch.equal(tensor, other[name][0]), name
@@ -235,10 +294,14 @@ def test_a_new_adapter_matches_peft_on_any_number_of_ranks(ranks, tmp_path):
             assert not tensor.any()
         elif "lora_A" in name:
             bound = tensor.shape[1] ** -0.5
-            assert 0.8 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < bound / 3, name
+            assert 0.8 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < bound / 3, (
+                name
+            )
         else:
             assert torch.equal(tensor.bfloat16(), stored[name.replace(".base_layer", "")])
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, target_modules="all-linear"))
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, target_modules="all-linear")
+    )
     named = {name.removeprefix("base_model.model.") for name, _ in theirs.named_parameters()}
     assert set(one) == named
 
@@ -252,7 +315,9 @@ def test_a_new_adapter_matches_peft_on_any_number_of_ranks(ranks, tmp_path):
     ],
 )
 def test_settings_mean_the_same_as_in_peft(settings, scale, targets):
-    model = build_model({**MODEL, "tie_word_embeddings": False}, make_mesh(1), adapter=AdapterConfig(**settings))
+    model = build_model(
+        {**MODEL, "tie_word_embeddings": False}, make_mesh(1), adapter=AdapterConfig(**settings)
+    )
     modules = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert len(modules) == targets
     assert {as_linear(module).scale for module in modules} == {scale}
@@ -266,7 +331,11 @@ def test_settings_mean_the_same_as_in_peft(settings, scale, targets):
         ({"target_modules": ".*proj"}, ["adapter.path", "target_modules=.*proj"], "list of names"),
         ({"r": 7}, ["adapter.rank=16", "7", "adapter.path"], "leave it out"),
         ({"use_dora": True}, ["use_dora=True", "gradients need"], "use_dora=False"),
-        ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa"], "init_lora_weights=True"),
+        (
+            {"init_lora_weights": "pissa"},
+            ["adapter.path", "init_lora_weights=pissa"],
+            "init_lora_weights=True",
+        ),
     ],
 )
 def test_unsupported_stored_adapters_are_refused(tmp_path, change, named, fix):
@@ -276,7 +345,9 @@ def test_unsupported_stored_adapters_are_refused(tmp_path, change, named, fix):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 
     def build():
-        adapter = read_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
+        adapter = read_stored_settings(
+            AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set()
+        )
         build_model(base, make_mesh(1), adapter=adapter)
 
     assert_refused(build, *named, fix=fix)

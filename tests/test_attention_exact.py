@@ -1,4 +1,5 @@
-"""Attention matches its plain reference in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
+"""Attention matches its plain reference in fp64: output, lse and every gradient; wrong indices show
+at 1e-10."""
 
 from itertools import product
 
@@ -37,7 +38,9 @@ def inputs(num_tokens, n, m, head_dim=16, dtype=torch.float64, seed=0):
 def run_both(q, k, v, dout, *, kernel="auto", blocks=None, **mask):
     """Return (out, lse, dq, dk, dv) of the op, and of the reference in fp64."""
     out, lse = attention(q, k, v, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
-    grads = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
+    grads = attention_backward(
+        dout, q, k, v, out.clone(), lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask
+    )
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     ref_out, ref_lse = attention_reference(*leaves, scale=SCALE, **mask)
     ref_grads = torch.autograd.grad(ref_out, leaves, dout.double())
@@ -84,7 +87,8 @@ BLOCKS = {
 @pytest.mark.parametrize("kernel", BLOCKS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_fp64_matches_the_reference(fa4, mask, kernel, pytestconfig):
-    """Groups of three heads run with one block size, with --slow with all of them, other groupings with the first."""
+    """Groups of three heads run with one block size, with --slow with all of them, other groupings
+    with the first."""
     slow = pytestconfig.getoption("--slow")
     cases = [((6, 2), blocks) for blocks in BLOCKS[kernel][: None if slow else 1]]
     if kernel != "reference" and (slow or mask in list(MASKS)[::3]):
@@ -104,28 +108,42 @@ MANY_DOCS = (0, 5, 9, 40, 41, 73, 77, 82, 96)
     [
         (MANY_DOCS, IN_RING[1]),
         ((0, 96), {}),
-        *(pytest.param(MANY_DOCS, mask, marks=pytest.mark.slow) for mask in (*IN_RING[::2], *IN_RING[3::2])),
+        *(
+            pytest.param(MANY_DOCS, mask, marks=pytest.mark.slow)
+            for mask in (*IN_RING[::2], *IN_RING[3::2])
+        ),
         pytest.param((0, 96), IN_RING[2], marks=pytest.mark.slow),
         pytest.param(tuple(range(0, 97, 8)), {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_members_of_a_ring_compute_full_attention_together(fa4, kernel, mask, starts, monkeypatch):
-    """Each member's rows receive keys in parts, and dk and dv add up. Keys that no row attends to are not sent."""
+    """Each member's rows receive keys in parts, and dk and dv add up. Keys that no row attends to
+    are not sent."""
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = run_both(q, k, v, dout, docs=starts, **mask)
     monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 20)
     uncut = ring_plan.shard_tokens(starts, 2, 4)
     monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,))
-    for sharding in (uncut, ring_plan.shard_tokens(starts, 3, 1), ring_plan.contiguous_sharding(96, 4)):
+    for sharding in (
+        uncut,
+        ring_plan.shard_tokens(starts, 3, 1),
+        ring_plan.contiguous_sharding(96, 4),
+    ):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         for member, runs in enumerate(sharding.members):
             docs = Docs(starts, sharding, member)
             mine = tokens_of(runs)
-            parts = [mine, *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask))]
+            parts = [
+                mine,
+                *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask)),
+            ]
             assert set(sum(parts[1:], [])) <= visible_keys(mine, starts, **mask) - set(mine)
             options = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (24, 20), **mask}
-            result = torch.zeros_like(q[mine]), torch.full((4, len(mine)), -torch.inf, dtype=q.dtype)
+            result = (
+                torch.zeros_like(q[mine]),
+                torch.full((4, len(mine)), -torch.inf, dtype=q.dtype),
+            )
             for part, keys in enumerate(parts):
                 attention(q[mine], k[keys], v[keys], part=part, sums=result, **options)
             of_q = torch.zeros_like(q[mine])
@@ -142,8 +160,10 @@ def test_members_of_a_ring_compute_full_attention_together(fa4, kernel, mask, st
 def written(fa4, monkeypatch):
     """For each call of the kernel's backward, record whether it writes dk and dv to our buffers."""
     for dtype, group in product(KERNELS["fa4"].dtypes, (1, 2, 3)):
-        resolve_kernel("fa4", torch.device("cpu"), dtype, 16, group=group)  # so that its trial is over
-    calls, backward = [], fake_fa4._flash_attn_bwd
+        # so that its trial is over
+        resolve_kernel("fa4", torch.device("cpu"), dtype, 16, group=group)
+    calls = []
+    backward = fake_fa4._flash_attn_bwd
 
     def record_and_call(*inputs, dk, dv, **options):
         assert (dk is None) == (dv is None)
@@ -158,7 +178,11 @@ ONE_CALL = {
     **{mask: (6, 2, {}) for mask in MASKS if mask not in FORESTS},
     "one group at a time": (6, 2, {"CALL_TOKENS": 350}),
     "one head at a time": (2, 2, {"CALL_TOKENS": 101}),
-    "one group with as many tokens as can be addressed": (6, 2, {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16}),
+    "one group with as many tokens as can be addressed": (
+        6,
+        2,
+        {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16},
+    ),
 }
 SEVERAL_CALLS = {
     "causal": (2, 2, {"blocks": (200, 50)}),
@@ -171,9 +195,12 @@ SEVERAL_CALLS = {
 
 
 @pytest.mark.parametrize(
-    "mask, case, once", [*((*item, True) for item in ONE_CALL.items()), *((*x, False) for x in SEVERAL_CALLS.items())]
+    "mask, case, once",
+    [*((*item, True) for item in ONE_CALL.items()), *((*x, False) for x in SEVERAL_CALLS.items())],
 )
-def test_the_kernel_writes_gradients_of_keys_that_take_one_call(written, monkeypatch, mask, case, once):
+def test_the_kernel_writes_gradients_of_keys_that_take_one_call(
+    written, monkeypatch, mask, case, once
+):
     n, m, options = case
     for limit in ("CALL_TOKENS", "MAX_ELEMENTS"):
         monkeypatch.setattr(op, limit, options.get(limit, getattr(op, limit)))
@@ -189,9 +216,14 @@ def test_the_kernel_writes_gradients_of_keys_that_take_one_call(written, monkeyp
     _, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **options)
     assert dk.dtype == dv.dtype == (torch.bfloat16 if once else torch.float32)
     # Parts of a ring, or stages, add to these sums.
-    for more in ({"dq": torch.zeros(q.shape)}, {"sums": (torch.zeros(k.shape), torch.zeros(v.shape))}):
+    for more in (
+        {"dq": torch.zeros(q.shape)},
+        {"sums": (torch.zeros(k.shape), torch.zeros(v.shape))},
+    ):
         written.clear()
-        _, *grads = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **options, **more)
+        _, *grads = attention_backward(
+            dout, q, k, v, out.clone(), lse, scale=SCALE, **options, **more
+        )
         assert not any(written) and {x.dtype for x in grads} == {torch.float32}
 
 
@@ -209,7 +241,8 @@ def test_keys_that_no_row_attends_to_get_zeros(written):
     assert not any(written) and all((d[5:] == 0).all() and (d[:5] != 0).all() for d in grads)
 
 
-# Query heads, kv heads, Ulysses ranks, heads per stage; by rank, whether the kernel writes each load's dk and dv.
+# Query heads, kv heads, Ulysses ranks, heads per stage; by rank, whether the kernel writes each
+# load's dk and dv.
 WRITTEN_LOADS = {
     (6, 2, 1, None): [[True]],
     (4, 2, 1, 2): [[True, True]],
@@ -227,11 +260,16 @@ def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
     options = AttentionSpec(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
     q, k, v, dout = inputs(41, *heads[:2])
     for rank, expected in enumerate(WRITTEN_LOADS[heads]):
-        staged, dqs, dkvs, ways = StagedAttention(table, rank, SINGLE_RANK, options), torch.zeros_like(q), {}, {}
+        staged = StagedAttention(table, rank, SINGLE_RANK, options)
+        dqs = torch.zeros_like(q)
+        dkvs = {}
+        ways = {}
         for i, stage in enumerate(table.stages):
             of_stage = list(stage.query_heads[rank])
             kv_transfer = (
-                None if stage.kv_transfer is None else list(table.kv_transfers[stage.kv_transfer].kv_heads[rank])
+                None
+                if stage.kv_transfer is None
+                else list(table.kv_transfers[stage.kv_transfer].kv_heads[rank])
             )
             kv = () if kv_transfer is None else (k[:, kv_transfer], v[:, kv_transfer])
             out, lse = staged.attend(stage, q[:, of_stage], *kv)
@@ -243,8 +281,12 @@ def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
             dqs[:, [of_stage[slot] for slot in at]] = dq[:, at]
             for ending in table.kv_transfers_ending(i):
                 dkvs[ending] = list(staged.take_grads(ending))
-        assert [ways[kv_transfer] for kv_transfer in range(len(table.kv_transfers))] == [{once} for once in expected]
-        mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY_SLOT})
+        assert [ways[kv_transfer] for kv_transfer in range(len(table.kv_transfers))] == [
+            {once} for once in expected
+        ]
+        mine = sorted(
+            {head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY_SLOT}
+        )
         of_k = [head // (heads[0] // heads[1]) for head in mine]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         taken = [leaf[:, of] for leaf, of in zip(leaves, (mine, of_k, of_k), strict=True)]
@@ -254,7 +296,9 @@ def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
         for number, kv_transfer in enumerate(table.kv_transfers):
             for ours, exact in zip(dkvs[number], theirs[1:], strict=True):
                 for slot, head in enumerate(kv_transfer.kv_heads[rank]):
-                    assert (ours[:, slot] - (0 if head == EMPTY_SLOT else exact[:, head])).abs().max() < 1e-10
+                    assert (
+                        ours[:, slot] - (0 if head == EMPTY_SLOT else exact[:, head])
+                    ).abs().max() < 1e-10
 
 
 def tokens_of(runs):
@@ -267,7 +311,9 @@ def visible_keys(rows, starts, causal=True, window=None):
     for row in rows:
         start = max(s for s in starts if s <= row)
         end = min(s for s in starts if s > row)
-        keys |= set(range(max(start, row - window + 1) if window else start, row + 1 if causal else end))
+        keys |= set(
+            range(max(start, row - window + 1) if window else start, row + 1 if causal else end)
+        )
     return keys
 
 
@@ -297,9 +343,12 @@ def test_no_tokens_give_empty_results():
 
 
 @pytest.mark.parametrize("heads", [(2, 1)], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
+@pytest.mark.parametrize(
+    "mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"]
+)
 def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
-    """With many small blocks, ratios reach 1.3; with any sum over blocks in bf16 instead of fp32, they are 2 to 4.5."""
+    """With many small blocks, ratios reach 1.3; with any sum over blocks in bf16 instead of fp32,
+    they are 2 to 4.5."""
     q, k, v, dout = inputs(201, *heads, dtype=torch.bfloat16)
     options = {"causal": True, "window": None, "docs": None, **MASKS[mask]}
     if options["docs"]:
@@ -311,33 +360,56 @@ def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
     )
     plain = (plain_out, *torch.autograd.grad(plain_out, leaves, dout.transpose(0, 1)[None]))
     for name, a, p, t in zip(
-        ("out", "dq", "dk", "dv"), (ours[0], *ours[2:]), plain, (theirs[0], *theirs[2:]), strict=True
+        ("out", "dq", "dk", "dv"),
+        (ours[0], *ours[2:]),
+        plain,
+        (theirs[0], *theirs[2:]),
+        strict=True,
     ):
-        error, allowed = (a - t).norm() / t.norm(), (p[0].transpose(0, 1) - t).norm() / t.norm()
+        error = (a - t).norm() / t.norm()
+        allowed = (p[0].transpose(0, 1) - t).norm() / t.norm()
         assert error <= 1.5 * allowed, f"{name}: {error:.1e} against {allowed:.1e}"
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_gradients_are_fp32_sums_rounded_once(heads):
-    """Contributions of score blocks are added in fp32, in the schedule's order, and rounded at the end: bit for bit."""
+    """Contributions of score blocks are added in fp32, in the schedule's order, and rounded at the
+    end: bit for bit."""
     n, m = heads
     q, k, v, dout = inputs(96, n, m, dtype=torch.bfloat16)
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
     ours = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
-    blocks = list(plan_query_blocks(document_spans((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
+    blocks = list(
+        plan_query_blocks(
+            document_spans((0, 96)), causal=True, window=None, block_q=32, block_kv=16
+        )
+    )
     assert len(blocks) == 3 and any(len(block.score_blocks) > 2 for block in blocks)
     for r in range(n // m):
         heads_r = slice(r, None, n // m)
         for p, at in (
-            (scores, i * scores.step) for block in blocks for scores in block.score_blocks for i in range(scores.count)
+            (scores, i * scores.step)
+            for block in blocks
+            for scores in block.score_blocks
+            for i in range(scores.count)
         ):
-            rows, cols = slice(p.q0 + at, p.q0 + at + p.rows), slice(p.k0 + at, p.k0 + at + p.keys)
-            views = [x[rows, heads_r] for x in (dout, q)] + [x[cols] for x in (k, v)] + [out[rows, heads_r]]
-            shares = KERNELS["cpu"].backward(
-                *(x.transpose(0, 1)[None] for x in views), lse[None, heads_r, rows], SCALE, p.mask == "causal"
+            rows = slice(p.q0 + at, p.q0 + at + p.rows)
+            cols = slice(p.k0 + at, p.k0 + at + p.keys)
+            views = (
+                [x[rows, heads_r] for x in (dout, q)]
+                + [x[cols] for x in (k, v)]
+                + [out[rows, heads_r]]
             )
-            for total, share in zip((totals[0][rows, heads_r], totals[1][cols], totals[2][cols]), shares, strict=True):
+            shares = KERNELS["cpu"].backward(
+                *(x.transpose(0, 1)[None] for x in views),
+                lse[None, heads_r, rows],
+                SCALE,
+                p.mask == "causal",
+            )
+            for total, share in zip(
+                (totals[0][rows, heads_r], totals[1][cols], totals[2][cols]), shares, strict=True
+            ):
                 total += share[0].transpose(0, 1)
     for name, grad, total in zip(("dq", "dk", "dv"), ours, totals, strict=True):
         assert torch.equal(grad.bfloat16(), total.bfloat16()), name

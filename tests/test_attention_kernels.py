@@ -1,4 +1,5 @@
-"""The kernel registry finds the kernels that run here and refuses others, saying how to install them."""
+"""The kernel registry finds the kernels that run here and refuses others, saying how to install
+them."""
 
 import copy
 import json
@@ -28,7 +29,7 @@ from ithaka.exits import exit_code_for
 from ithaka.model.build import parallelize_model
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.shape import AttentionKind
-from ithaka.train.trainer import prepare
+from ithaka.train.prepare import prepare
 from models import tiny_config, tiny_model
 from parity import random_ids
 from reference import attention_reference
@@ -48,7 +49,11 @@ def test_a_cpu_uses_its_flash_kernel():
     [
         ("cudnn", torch.bfloat16, "attention.kernel=cudnn runs on cuda"),
         ("cpu", torch.int8, "attention.kernel=cpu takes torch.float64"),
-        ("fast", torch.float32, "attention.kernel=fast is not a kernel; use auto, fa4, cudnn, flash"),
+        (
+            "fast",
+            torch.float32,
+            "attention.kernel=fast is not a kernel; use auto, fa4, cudnn, flash",
+        ),
     ],
 )
 def test_refusals_name_the_fix(name, dtype, message):
@@ -69,7 +74,8 @@ def raising(error):
 
 def off(which, by):
     """Return the CPU kernel with one result (out, lse, dq, dk or dv) multiplied by a factor."""
-    cpu, at = CPU_KERNEL, ("out", "lse", "dq", "dk", "dv").index(which)
+    cpu = CPU_KERNEL
+    at = ("out", "lse", "dq", "dk", "dv").index(which)
 
     def changed(results, at):
         return tuple(x * by if i == at else x for i, x in enumerate(results))
@@ -124,25 +130,44 @@ def without_window(q, k, v, ends_d, longest, scale, causal, window):
 
 
 BROKEN = {
-    "ValueError": (replace(CPU_KERNEL, forward=raising(ValueError("no schema\nsecond line"))),
-                   r"does not run here \(ValueError: no schema\); update PyTorch"),
+    "ValueError": (
+        replace(CPU_KERNEL, forward=raising(ValueError("no schema\nsecond line"))),
+        r"does not run here \(ValueError: no schema\); update PyTorch",
+    ),
     "in backward": (replace(CPU_KERNEL, backward=raising(AssertionError())), "does not run here"),
-    "a panic": (replace(CPU_KERNEL, backward=raising(Panic("at the disco"))),
-                r"does not run here \(Panic: at the disco\)"),
-    "exit": (replace(CPU_KERNEL, forward=raising(SystemExit(3))), r"does not run here \(SystemExit: 3\)"),
-    "wrong dk": (off("dk", 1.1),
-                 r"is wrong here: dk is off by 1.0e-01 of its largest value \(rounding explains 3e-02\)"),
+    "a panic": (
+        replace(CPU_KERNEL, backward=raising(Panic("at the disco"))),
+        r"does not run here \(Panic: at the disco\)",
+    ),
+    "exit": (
+        replace(CPU_KERNEL, forward=raising(SystemExit(3))),
+        r"does not run here \(SystemExit: 3\)",
+    ),
+    "wrong dk": (
+        off("dk", 1.1),
+        r"is wrong here: dk is off by 1.0e-01 of its largest value \(rounding explains 3e-02\)",
+    ),
     "wrong lse": (off("lse", 1.01), "is wrong here: lse is off by 1.0e-02"),
     "wrong out": (off("out", float("nan")), "is wrong here: out is off by nan"),
     "own softmax": (own_softmax(CPU_KERNEL), "is wrong here: d[qv] is off"),
     "one head": (first_head_only(CPU_KERNEL), "is wrong here: dv is off"),
-    "a shape": (replace(CPU_KERNEL, forward=lambda q, *_: (q[..., :1], q[..., 0])), "gives out of shape"),
-    "varlen": (replace(CPU_KERNEL, varlen=Varlen(raising(KeyError("ends")), raising(KeyError()))),
-               r"does not run here \(KeyError: 'ends'\)"),
-    "no window": (replace(CPU_KERNEL, varlen=Varlen(without_window, varlen_backward)),
-                  "is wrong here: out is off by .* in packed documents with a window"),
-    "stand-in": (replace(CPU_KERNEL, fallback=off("dq", 2)), "needs cpu for small blocks, which is wrong here: dq"),
-}  # fmt: skip
+    "a shape": (
+        replace(CPU_KERNEL, forward=lambda q, *_: (q[..., :1], q[..., 0])),
+        "gives out of shape",
+    ),
+    "varlen": (
+        replace(CPU_KERNEL, varlen=Varlen(raising(KeyError("ends")), raising(KeyError()))),
+        r"does not run here \(KeyError: 'ends'\)",
+    ),
+    "no window": (
+        replace(CPU_KERNEL, varlen=Varlen(without_window, varlen_backward)),
+        "is wrong here: out is off by .* in packed documents with a window",
+    ),
+    "stand-in": (
+        replace(CPU_KERNEL, fallback=off("dq", 2)),
+        "needs cpu for small blocks, which is wrong here: dq",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -150,7 +175,9 @@ def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatc
     kernel, message = BROKEN[fault]
     monkeypatch.setitem(KERNELS, "cpu", kernel)
     assert available_kernels(CPU, torch.bfloat16, 16) == ["reference"]
-    with pytest.warns(UserWarning, match=f"attention.kernel=auto skips cpu, which .*{message}") as warned:
+    with pytest.warns(
+        UserWarning, match=f"attention.kernel=auto skips cpu, which .*{message}"
+    ) as warned:
         assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
     with warnings.catch_warnings():
@@ -164,7 +191,9 @@ def without(what, kernel):
     """Make a kernel ignore one argument, such as the buffers or the window."""
 
     def ignoring(function):
-        return lambda *inputs, **options: function(*inputs, **{name: options[name] for name in options if name != what})
+        return lambda *inputs, **options: function(
+            *inputs, **{name: options[name] for name in options if name != what}
+        )
 
     return replace(kernel, forward=ignoring(kernel.forward), backward=ignoring(kernel.backward))
 
@@ -193,10 +222,16 @@ def with_dq_too_early(kernel):
 
 DIRECT = {
     "buffers": (lambda kernel: without("into", kernel), "out is off by nan"),
-    "a window": (lambda kernel: without("window", kernel), "out is off by .* in a block with a window"),
+    "a window": (
+        lambda kernel: without("window", kernel),
+        "out is off by .* in a block with a window",
+    ),
     "groups": (with_other_groups, "out is off by .* in a full block"),
     "dq over out": (with_dq_too_early, "d[qkv] is off by .* in a block with a window"),
-    "varlen": (lambda kernel: replace(kernel, varlen=without("into", kernel.varlen)), "out is off by nan"),
+    "varlen": (
+        lambda kernel: replace(kernel, varlen=without("into", kernel.varlen)),
+        "out is off by nan",
+    ),
 }
 
 
@@ -228,15 +263,31 @@ def backward_without_softcap(kernel):
 
 
 MODELS = {  # a kernel, and a model for which it is wrong: softcap and query heads per kv head
-    "softcap": (lambda kernel: without("softcap", kernel), (50.0, 2), "(out|lse) is off by .* in a full block"),
-    "softcap in forward": (forward_without_softcap, (50.0, 2), "(out|lse) is off by .* in a full block"),
-    "softcap in backward": (backward_without_softcap, (50.0, 2), "d[qkv] is off by .* in a full block"),
+    "softcap": (
+        lambda kernel: without("softcap", kernel),
+        (50.0, 2),
+        "(out|lse) is off by .* in a full block",
+    ),
+    "softcap in forward": (
+        forward_without_softcap,
+        (50.0, 2),
+        "(out|lse) is off by .* in a full block",
+    ),
+    "softcap in backward": (
+        backward_without_softcap,
+        (50.0, 2),
+        "d[qkv] is off by .* in a full block",
+    ),
     "softcap of documents": (
         lambda kernel: replace(kernel, varlen=without("softcap", kernel.varlen)),
         (50.0, 2),
         "(out|lse) is off by .* in packed documents",
     ),
-    "groups": (lambda kernel: off_in_groups_of(3, kernel), (None, 3), "out is off by .* in a full block"),
+    "groups": (
+        lambda kernel: off_in_groups_of(3, kernel),
+        (None, 3),
+        "out is off by .* in a full block",
+    ),
 }
 
 
@@ -251,38 +302,58 @@ def test_a_kernel_that_is_wrong_for_this_model_is_not_chosen(fa4, monkeypatch, w
     with pytest.raises(ConfigError, match=f"attention.kernel=fa4 is wrong here: {message}"):
         resolve_kernel("fa4", *options)
     with pytest.warns(UserWarning, match="auto skips fa4"):
-        name = agree_on_kernel("auto", CPU, dtype, [AttentionKind(8, group, None, softcap), AttentionKind(8)])
+        name = agree_on_kernel(
+            "auto", CPU, dtype, [AttentionKind(8, group, None, softcap), AttentionKind(8)]
+        )
     assert name == "cpu"
-    assert kernel_for(name, AttentionKind(8, group, None, softcap)) == ("reference" if softcap else "cpu")
+    assert kernel_for(name, AttentionKind(8, group, None, softcap)) == (
+        "reference" if softcap else "cpu"
+    )
 
 
 @pytest.mark.usefixtures("quiet_transformers")
 def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(monkeypatch):
     """Other layers keep the kernel, and a warning names the head dim."""
-    sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "global_head_dim": 32}
+    sizes = {
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
+    }
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    model, ids = tiny_decoder("gemma4_text", **sizes, **kinds), random_ids(1, 9)
+    model = tiny_decoder("gemma4_text", **sizes, **kinds)
+    ids = random_ids(1, 9)
     plain = copy.deepcopy(model)
     with monkeypatch.context() as patch:
         patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, head_dims=(16, 8)))
-        with pytest.warns(UserWarning, match="head dim 32 runs in the reference .*: cpu takes head dims up to 16"):
+        with pytest.warns(
+            UserWarning, match="head dim 32 runs in the reference .*: cpu takes head dims up to 16"
+        ):
             parallelize_model(model)
         assert [layer.forward.layout.kernel for layer in model.model.layers] == ["cpu", "reference"]
         loss = model(input_ids=ids, labels=ids).loss
-    torch.testing.assert_close(loss, parallelize_model(plain)(input_ids=ids, labels=ids).loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss, parallelize_model(plain)(input_ids=ids, labels=ids).loss, rtol=1e-6, atol=0
+    )
 
 
 def test_a_gpu_runs_large_heads_and_softcaps_in_16_bits(monkeypatch, recwarn):
-    """No GPU is needed: the test of each kernel is replaced. A second kernel that fails is left out."""
+    """No GPU is needed: the test of each kernel is replaced. A second kernel that fails is left
+    out."""
     failures = dict.fromkeys(("fa4", "cudnn"), "is not here")
     monkeypatch.setattr(choose, "_test_kernel", lambda kernel, *case: failures.get(kernel.name))
     monkeypatch.setattr(choose, "_unusable", set())
     choose._choose_kernel.cache_clear()
-    device, usual = torch.device("cuda"), AttentionKind(128, 2)
-    large, capped = AttentionKind(512, 2), AttentionKind(128, 2, softcap=50.0)
+    device = torch.device("cuda")
+    usual = AttentionKind(128, 2)
+    large = AttentionKind(512, 2)
+    capped = AttentionKind(128, 2, softcap=50.0)
     agree = partial(agree_on_kernel, "auto", device, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert [agree([usual, large, capped]), kernel_for("flash", large), kernel_for("flash", capped)] == [
+    assert [
+        agree([usual, large, capped]),
+        kernel_for("flash", large),
+        kernel_for("flash", capped),
+    ] == [
         "flash",
         "efficient",
         "eager",
@@ -297,18 +368,26 @@ def test_a_gpu_runs_large_heads_and_softcaps_in_16_bits(monkeypatch, recwarn):
 
 def test_a_gpu_whose_kernels_all_fail_warns(recwarn):
     """No GPU is needed: without one, the kernels fail their tests."""
-    device, kinds = torch.device("cuda"), [AttentionKind(512, 2)]
-    with pytest.warns(UserWarning, match="head dim 512 runs in the reference .*: fa4 takes head dims up to 256"):
+    device = torch.device("cuda")
+    kinds = [AttentionKind(512, 2)]
+    with pytest.warns(
+        UserWarning, match="head dim 512 runs in the reference .*: fa4 takes head dims up to 256"
+    ):
         assert agree_on_kernel("auto", device, torch.bfloat16, kinds) == "reference"
     recwarn.clear()
-    assert agree_on_kernel("reference", device, torch.bfloat16, [AttentionKind(512, 4)]) == "reference"
+    assert (
+        agree_on_kernel("reference", device, torch.bfloat16, [AttentionKind(512, 4)]) == "reference"
+    )
     assert agree_on_kernel("auto", CPU, torch.bfloat16, kinds) == "cpu"
     assert not recwarn.list
 
 
 def test_the_memory_efficient_kernel_is_called_as_pytorch_declares_it():
-    """On the meta device, which checks names, order and shapes. It pads lse to a multiple of 32 rows."""
-    q, k, v = (torch.empty(1, 2, rows, 512, device="meta", dtype=torch.bfloat16) for rows in (70, 90, 90))
+    """On the meta device, which checks names, order and shapes. It pads lse to a multiple of 32
+    rows."""
+    q, k, v = (
+        torch.empty(1, 2, rows, 512, device="meta", dtype=torch.bfloat16) for rows in (70, 90, 90)
+    )
     out, lse = KERNELS["efficient"].forward(q, k, v, 0.1, False)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 2, 70), torch.float32)
     grads = KERNELS["efficient"].backward(out, q, k, v, out, lse, 0.1, False)
@@ -327,7 +406,8 @@ def test_the_eager_kernel_computes_in_fp32(softcap):
 
 
 @pytest.mark.parametrize(
-    "head_dim, softcap", [(64, None), (256, None), (256, 50.0), (512, None), (512, 50.0), (60, None)]
+    "head_dim, softcap",
+    [(64, None), (256, None), (256, 50.0), (512, None), (512, 50.0), (60, None)],
 )
 def test_plans_use_the_rates_of_the_kernel_that_runs(head_dim, softcap):
     hardware = parse_gpus("1xH200")
@@ -337,7 +417,8 @@ def test_plans_use_the_rates_of_the_kernel_that_runs(head_dim, softcap):
 
 
 def report_kernels(config, broken_on):
-    """Return the kernels of this rank's layers and of a run, and the warnings, when `cpu` fails on some ranks."""
+    """Return the kernels of this rank's layers and of a run, and the warnings, when `cpu` fails on
+    some ranks."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if dist.get_rank() in broken_on:
@@ -346,15 +427,27 @@ def report_kernels(config, broken_on):
         model = parallelize_model(tiny_model(tiny_config("llama")), 2)
         trainer = prepare(validate(config), trains=False)
         trainer.data.close(remove=True)
-    messages = [message for warning in caught if "attention.kernel" in (message := str(warning.message))]
-    return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, messages
+    messages = [
+        message for warning in caught if "attention.kernel" in (message := str(warning.message))
+    ]
+    return (
+        model.model.layers[0].forward.layout.kernel,
+        trainer.kernel,
+        trainer.run.layout.kernel,
+        messages,
+    )
 
 
 @pytest.mark.parametrize("broken_on, name", [((), "cpu"), ((1,), "reference")])
 def test_ranks_agree_on_a_kernel(ranks, tmp_path, broken_on, name):
-    (*first, messages), (*second, other_messages) = ranks.run(2, report_kernels, tiny_run(tmp_path), broken_on)
+    (*first, messages), (*second, other_messages) = ranks.run(
+        2, report_kernels, tiny_run(tmp_path), broken_on
+    )
     assert first == second == [name] * 3
-    start = f"attention.kernel=auto is reference on all ranks: rank 1 on {socket.gethostname()} cannot use cpu"
+    start = (
+        f"attention.kernel=auto is reference on all ranks: rank 1 on {socket.gethostname()} "
+        "cannot use cpu"
+    )
     assert other_messages == [] and bool(messages) == bool(broken_on)
     assert all(message.startswith(start) and "ValueError: no" in message for message in messages)
 
@@ -375,7 +468,9 @@ def test_attention_falls_back_to_the_next_kernel(monkeypatch):
 
 
 def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
-    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(KeyboardInterrupt())))
+    monkeypatch.setitem(
+        KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(KeyboardInterrupt()))
+    )
     with pytest.raises(KeyboardInterrupt):
         resolve_kernel("auto", CPU, torch.float32, 24)
 
@@ -388,7 +483,9 @@ def test_a_trial_that_runs_out_of_memory_is_repeated(monkeypatch):
         for name in ("auto", "cpu"):
             with pytest.raises(torch.OutOfMemoryError):
                 resolve_kernel(name, CPU, torch.float32, 40)
-        assert "cpu is out of memory; end other" in str(choose.try_kernels(CPU, torch.float32, 40)["cpu"])
+        assert "cpu is out of memory; end other" in str(
+            choose.try_kernels(CPU, torch.float32, 40)["cpu"]
+        )
         patch.setitem(KERNELS, "cpu", replace(kernel, forward=CPU_KERNEL.forward))
         assert resolve_kernel("auto", CPU, torch.float32, 40).name == "cpu"
 
@@ -409,7 +506,9 @@ def try_kernels_on_two_ranks():
 
 def test_a_trial_that_runs_out_of_memory_on_one_rank_ends_all(ranks):
     messages = ranks.run(2, try_kernels_on_two_ranks)
-    assert messages[0] == messages[1] and re.match("OUT_OF_MEMORY: rank 1 on .*: CUDA out of memory", messages[0])
+    assert messages[0] == messages[1] and re.match(
+        "OUT_OF_MEMORY: rank 1 on .*: CUDA out of memory", messages[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -430,21 +529,32 @@ def test_head_dims_a_kernel_does_not_take_are_refused():
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 3}], ids=str)
 def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
     """The GPU's path for many short documents, with a plain stand-in for the kernel."""
-    cpu, calls = KERNELS["cpu"], []
+    cpu = KERNELS["cpu"]
+    calls = []
 
     def count_and_run(q, *rest):
         calls.append(len(q))
         return varlen_forward(q, *rest)
 
-    kernel = Kernel("cpu", cpu.forward, cpu.backward, "cpu", cpu.dtypes, cpu.head_dims,
-                    varlen=Varlen(count_and_run, varlen_backward))  # fmt: skip
+    kernel = Kernel(
+        "cpu",
+        cpu.forward,
+        cpu.backward,
+        "cpu",
+        cpu.dtypes,
+        cpu.head_dims,
+        varlen=Varlen(count_and_run, varlen_backward),
+    )
     monkeypatch.setitem(KERNELS, "cpu", kernel)
-    assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # its trial includes the varlen entry
+    # its trial includes the varlen entry
+    assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel
     assert calls.pop() == calls.pop() == 32
     docs = (0, 3, 5, 12, 40, 44, 45, 50, 60)
     n, m = heads
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(60, h, 8, generator=generator, dtype=torch.float64) for h in (n, m, m, n))
+    q, k, v, dout = (
+        torch.randn(60, h, 8, generator=generator, dtype=torch.float64) for h in (n, m, m, n)
+    )
     options = dict(scale=0.3, docs=docs, **mask)
     out, lse = op.attention(q, k, v, blocks=(16, 16), **options)
     assert sum(calls) == 22 * n and max(calls) <= 16  # all but the long document and one remainder
@@ -463,7 +573,8 @@ def test_flops_are_counted_inside_documents_and_windows():
 
 
 def test_bench_measures_the_backward_that_training_runs(monkeypatch):
-    """With a single stage there are no sums to add to, and dq overwrites a fresh `out` every time."""
+    """With a single stage there are no sums to add to, and dq overwrites a fresh `out` every
+    time."""
     outs = []
 
     def record_and_call(dout, q, k, v, out, lse, **options):
@@ -474,7 +585,9 @@ def test_bench_measures_the_backward_that_training_runs(monkeypatch):
     monkeypatch.setattr(bench, "attention_backward", record_and_call)
     case = AttentionCase("auto", 64, heads=2, head_dim=16)
     row = measure_attention(case, CPU, torch.bfloat16, 0.001)
-    assert row["backward_s"] > 0 and len(outs) >= 4 and all(torch.equal(out, outs[0]) for out in outs)
+    assert (
+        row["backward_s"] > 0 and len(outs) >= 4 and all(torch.equal(out, outs[0]) for out in outs)
+    )
 
 
 @pytest.mark.slow
@@ -497,7 +610,9 @@ def test_bench_prints_a_table_or_json():
     assert len(rows) == 2 * 2 * 2 and {row["kernel"] for row in rows} == {"cpu", "reference"}
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in rows)
     header, *lines = CliRunner().invoke(app, args).stdout.splitlines()
-    assert "forward_tflops" in header and len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert (
+        "forward_tflops" in header and len(lines) == 4 and len({len(line) for line in lines}) == 1
+    )
 
 
 @pytest.fixture
@@ -509,7 +624,9 @@ def gpu_of(monkeypatch):
         for name, kernel in KERNELS.items():
             monkeypatch.setitem(KERNELS, name, replace(kernel, device="any", fallback=None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(kernels, "version", installed if callable(installed) else lambda package: installed)
+        monkeypatch.setattr(
+            kernels, "version", installed if callable(installed) else lambda package: installed
+        )
         compared = lambda kernel, *_: trials.get(kernel.name)  # noqa: E731
         choose._test_kernel.cache_clear()
         monkeypatch.setattr(choose, "_compare_with_reference", compared)
@@ -532,14 +649,20 @@ def test_fa4_is_chosen_on_hopper_and_blackwell(gpu_of, capability, chosen):
         warnings.simplefilter("error")
         assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == chosen
     if chosen != "fa4":
-        with pytest.raises(ConfigError, match=f"fa4 needs compute capability 9 or 10, not {capability[0]}"):
+        with pytest.raises(
+            ConfigError, match=f"fa4 needs compute capability 9 or 10, not {capability[0]}"
+        ):
             resolve_kernel("fa4", CPU, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize(
     "installed, wrong, line",
     [
-        (not_installed, None, "needs flash-attn-4, which is not installed; pip install -e '..gpu.'"),
+        (
+            not_installed,
+            None,
+            "needs flash-attn-4, which is not installed; pip install -e '..gpu.'",
+        ),
         ("4.0.0b40", None, "was tested with flash-attn-4 4.0.0b36, not 4.0.0b40; pip install"),
         ("4.0.0b36", "is wrong here: dq is off", "is wrong here: dq is off"),
     ],
@@ -556,7 +679,9 @@ def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
     """The package is installed but cannot be imported."""
     gpu_of((9, 0), "4.0.0b36")
     monkeypatch.setattr(
-        choose, "_compare_with_reference", lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None
+        choose,
+        "_compare_with_reference",
+        lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None,
     )
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.warns(UserWarning, match="skips fa4, which does not run here .ModuleNotFoundError"):
@@ -566,9 +691,12 @@ def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
 DSL = "cutlass.base_dsl.dsl"
 # The warning of nvidia-cutlass-dsl 4.6.2 to 4.8.1.
 UNSUPPORTED = (
-    "Argument {name} (position 22) cannot be converted to a JitArgument for function 'cutlass_call'. Its type "
-    "`<class 'flash_attn.cute.utils.{type}'>` is not supported. If the value is known at compile time, annotate it: "
-    "`{name}: Constexpr`. Otherwise, implement the `JitArgument` or `DynamicExpression` protocol for type "
+    "Argument {name} (position 22) cannot be converted to a JitArgument for function "
+    "'cutlass_call'. Its type "
+    "`<class 'flash_attn.cute.utils.{type}'>` is not supported. If the value is known at compile "
+    "time, annotate it: "
+    "`{name}: Constexpr`. Otherwise, implement the `JitArgument` or `DynamicExpression` protocol "
+    "for type "
     "`<class 'flash_attn.cute.utils.{type}'>`, or register a custom argument adapter."
 )
 AUX_DATA = (UNSUPPORTED.format(name="aux_data", type="AuxData"), DSL)

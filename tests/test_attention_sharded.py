@@ -38,7 +38,9 @@ def shard_gradients(heads, mask):
 
 
 @pytest.mark.parametrize(
-    "heads, mask", diagonal([(4, 4), (8, 2), (4, 1), (6, 3), (7, 7), (6, 2), (3, 1)], MASKS), ids=str
+    "heads, mask",
+    diagonal([(4, 4), (8, 2), (4, 1), (6, 3), (7, 7), (6, 2), (3, 1)], MASKS),
+    ids=str,
 )
 def test_sharded_attention_matches_the_reference_on_any_number_of_ranks(ranks, heads, mask):
     q, k, v, dout = tensors(*heads)
@@ -50,7 +52,10 @@ def test_sharded_attention_matches_the_reference_on_any_number_of_ranks(ranks, h
     runs += [ranks.run(n, shard_gradients, heads, MASKS[mask]) for n in (2, 4)]
     for shards in runs:
         for name, ours, theirs in zip(
-            ("out", "dq", "dk", "dv"), map(torch.cat, zip(*shards, strict=True)), expected, strict=True
+            ("out", "dq", "dk", "dv"),
+            map(torch.cat, zip(*shards, strict=True)),
+            expected,
+            strict=True,
         ):
             assert (ours - theirs).abs().max() < 1e-10, (name, len(shards))
 
@@ -100,11 +105,15 @@ def test_dit_attention_matches_sdpa():
     """On one rank, attention with ignored padding matches PyTorch rather than our own reference."""
     module = load_example()
     torch.manual_seed(0)
-    block, x, prompt = module.DiTBlock(32, 4), torch.randn(2, 40, 32), torch.randn(2, 8, 32)
+    block = module.DiTBlock(32, 4)
+    x = torch.randn(2, 40, 32)
+    prompt = torch.randn(2, 8, 32)
     q, k, v = block.qkv(x).unflatten(-1, (3, 4, -1)).unbind(2)
     words = block.prompt(prompt[:, :5]).unflatten(-1, (2, 4, -1)).unbind(2)
     k, v = (torch.cat(pair, dim=1) for pair in zip(words, (k, v), strict=True))
-    plain = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v))
+    )
     expected = block.out(plain.transpose(1, 2).flatten(2))
     torch.testing.assert_close(block.attend(x, prompt, 5, None), expected)
 
@@ -122,11 +131,15 @@ RANGES = [
 
 
 def batch_errors(ranges, num_keys=96):
-    """Return errors of out, dq, dk and dv for this rank's tokens of two sequences, against an unsharded reference."""
+    """Return errors of out, dq, dk and dv for this rank's tokens of two sequences, against an
+    unsharded reference."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((64, 6), (num_keys, 2), (num_keys, 2), (64, 6))
-    unsharded = [torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes]
-    rank, size = dist.get_rank(), dist.get_world_size()
+    unsharded = [
+        torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes
+    ]
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     q, k, v, dout = (x.chunk(size, dim=1)[rank].clone() for x in unsharded)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = sharded_attention(*leaves, dist.group.WORLD, ranges=ranges, blocks=(16, 16))
@@ -140,7 +153,10 @@ def batch_errors(ranges, num_keys=96):
     scores = (q @ k.mT * 8**-0.5).masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0)
     out = (scores @ v).transpose(1, 2)
     theirs = (out, *torch.autograd.grad(out, leaves, unsharded[3]))
-    return [float((x - y.chunk(size, dim=1)[rank]).abs().max()) for x, y in zip(ours, theirs, strict=True)]
+    return [
+        float((x - y.chunk(size, dim=1)[rank]).abs().max())
+        for x, y in zip(ours, theirs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("ranges", [None, RANGES])

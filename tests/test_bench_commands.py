@@ -1,4 +1,5 @@
-"""`ithaka bench device` writes what `ithaka plan --gpu-file` reads; benchmarks/gate.py and ladder.py run."""
+"""`ithaka bench device` writes what `ithaka plan --gpu-file` reads; benchmarks/gate.py and
+ladder.py run."""
 
 import json
 import runpy
@@ -38,11 +39,13 @@ def run(*arguments: str):
 
 
 def test_help_does_not_import_torch():
-    check = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
-        "for name in ('', 'attention', 'device', 'network'):\n" \
-        "    result = CliRunner().invoke(app, ['bench', *name.split(), '--help'])\n" \
-        "    assert result.exit_code == 0 and 'completion' not in result.output, result.output\n" \
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
+    check = (
+        "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n"
+        "for name in ('', 'attention', 'device', 'network'):\n"
+        "    result = CliRunner().invoke(app, ['bench', *name.split(), '--help'])\n"
+        "    assert result.exit_code == 0 and 'completion' not in result.output, result.output\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
@@ -50,7 +53,9 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
     file = tmp_path / "mine.json"
     assert run("bench", "device", "--seconds", "0", "--out", file).exit_code == 0
     gpu = read_gpu(file)
-    assert gpu.memory_bytes > 2**28 and gpu.matmul_flops > 1e6 and gpu.attention_backward_flops > 1e5
+    assert (
+        gpu.memory_bytes > 2**28 and gpu.matmul_flops > 1e6 and gpu.attention_backward_flops > 1e5
+    )
     assert "bench device" in gpu.source and "link_bytes_s is not measured" in gpu.source
     plan = run("plan", "llama3.2-1b", "--gpus", "8", "--gpu-file", file, "--context", "4K")
     assert "llama3.2-1b, 4K tokens, 8x" in plan.output
@@ -90,10 +95,14 @@ def test_rates_are_those_of_the_slower_direction_and_of_all_flops(monkeypatch):
 
 
 def test_the_slowest_rank_and_exchange_set_the_rate_of_a_network(monkeypatch):
-    """All others wait for that rank. A layer waits for all-to-alls or sends, not for FSDP2's collectives."""
-    group, seconds = SimpleNamespace(size=lambda: 3), {"all-to-all": [1.0, 4.0, 2.0], "all-gather": [9.0, 9.0, 9.0]}
+    """All others wait for that rank. A layer waits for all-to-alls or sends, not for FSDP2's
+    collectives."""
+    group = SimpleNamespace(size=lambda: 3)
+    seconds = {"all-to-all": [1.0, 4.0, 2.0], "all-gather": [9.0, 9.0, 9.0]}
     monkeypatch.setattr(bench, "make_node_groups", lambda device: {"inside a node": group})
-    monkeypatch.setattr(bench, "_network_calls", lambda *args: {name: (8 * 10**9, name) for name in seconds})
+    monkeypatch.setattr(
+        bench, "_network_calls", lambda *args: {name: (8 * 10**9, name) for name in seconds}
+    )
     monkeypatch.setattr(bench, "_measure_collective", lambda call, device: call)
     monkeypatch.setattr(bench, "gather_objects", lambda name: seconds[name])
     rows = bench.measure_network(CPU, 1)
@@ -104,7 +113,11 @@ def test_the_slowest_rank_and_exchange_set_the_rate_of_a_network(monkeypatch):
     rows.append({"what": "send/recv", "where": "inside a node", "GB/s": 3.0})
     monkeypatch.setattr(bench.dist, "get_world_size", lambda: 3)
     figures = bench.network_figures(rows, CPU)
-    assert figures["link_bytes_s"] == 2e9 and "network_bytes_s" not in figures and "3 ranks" in figures["source"]
+    assert (
+        figures["link_bytes_s"] == 2e9
+        and "network_bytes_s" not in figures
+        and "3 ranks" in figures["source"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,17 +127,22 @@ def test_the_slowest_rank_and_exchange_set_the_rate_of_a_network(monkeypatch):
         ("--blocks auto,3x", "--blocks=3x", "128Kx64K, or auto"),
     ],
 )
-def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(arguments, named, fix, monkeypatch):
+def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(
+    arguments, named, fix, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "ithaka.checks.bench", None)
     assert_command_refused(["bench", "attention", *arguments.split()], named, fix=fix)
 
 
-@pytest.mark.parametrize("arguments, named", [
-    ("--seconds -1", ["--seconds"]),
-    ("--seconds inf", ["--seconds"]),
-    ("--tokens 99999999M", ["--tokens=", "free", "fewer tokens"]),
-    ("--tokens 64 --heads 4 --kv-heads 3", ["--heads=4", "--kv-heads=3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ("--seconds -1", ["--seconds"]),
+        ("--seconds inf", ["--seconds"]),
+        ("--tokens 99999999M", ["--tokens=", "free", "fewer tokens"]),
+        ("--tokens 64 --heads 4 --kv-heads 3", ["--heads=4", "--kv-heads=3"]),
+    ],
+)
 def test_bad_attention_options_are_refused(arguments, named):
     result = run("bench", "attention", *arguments.split())
     assert result.exit_code == ExitCode.WRONG_INPUT and result.stdout == ""
@@ -138,8 +156,14 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", refuse)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     for ranks, fragment in (("64", "--ranks=64"), ("2", "the model")):
-        refused = benchmark("ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
-        assert refused.exit_code == ExitCode.WRONG_INPUT and fragment in refused.stderr and refused.stdout == ""
+        refused = benchmark(
+            "ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks
+        )
+        assert (
+            refused.exit_code == ExitCode.WRONG_INPUT
+            and fragment in refused.stderr
+            and refused.stdout == ""
+        )
 
 
 @pytest.mark.slow
@@ -151,7 +175,9 @@ def test_ladder_measures_every_rung(tmp_path):
     assert result.exit_code == 0, result.output
     peaks = {row["technique"]: row["peak X"] for row in json.loads(result.stdout)}
     assert len(peaks) == 6
-    assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2
+    assert (
+        peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2
+    )
 
 
 def test_the_gate_fails_if_a_layer_is_slower_or_larger_than_recorded(tmp_path, monkeypatch):
@@ -163,7 +189,9 @@ def test_the_gate_fails_if_a_layer_is_slower_or_larger_than_recorded(tmp_path, m
     assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
     for factor, code in ((1.0, 0), (1.019, 0), (1.03, ExitCode.FAILED), (0.5, 0)):
         for name in ("seconds", "peak GiB"):
-            baseline = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
+            baseline = {
+                context: row | {name: row[name] / factor} for context, row in recorded.items()
+            }
             file.write_text(json.dumps(baseline))
             assert benchmark("gate", "--baseline", file).exit_code == code, (factor, name)
             assert json.loads(file.read_text()) == baseline  # the gate does not overwrite it
@@ -172,7 +200,16 @@ def test_the_gate_fails_if_a_layer_is_slower_or_larger_than_recorded(tmp_path, m
 @pytest.mark.slow
 def test_plans_are_rehearsed_at_two_contexts():
     """The peak is measured at the plan's context, the time at a shorter one."""
-    result = benchmark("rehearse_plans", "--small", "--seconds", "0", "--cases", "1M, adapters, mxfp4", "--layers", 1)
+    result = benchmark(
+        "rehearse_plans",
+        "--small",
+        "--seconds",
+        "0",
+        "--cases",
+        "1M, adapters, mxfp4",
+        "--layers",
+        1,
+    )
     row = json.loads(result.stdout)
     assert (row["case"], row["context"]) == ("gpt-oss-120b, 1xH200, 1M, adapters, mxfp4", 1024), row
     assert row["timed context"] == 512 and row["layers"] == [0, 1]

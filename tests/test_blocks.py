@@ -1,4 +1,5 @@
-"""Blocks reproduce modules of transformers in output and every gradient. Modules that compute anything else stay."""
+"""Blocks reproduce modules of transformers in output and every gradient. Modules that compute
+anything else stay."""
 
 import gc
 import weakref
@@ -34,7 +35,10 @@ from ithaka.roots import probe
 from ithaka.roots.find import find_root
 from parity import random_ids
 
-D, WIDTH, TOKENS, CUT = 12, 20, 7, 3
+D = 12
+WIDTH = 20
+TOKENS = 7
+CUT = 3
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -51,9 +55,11 @@ def randomized(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
 
 
 def assert_reproduces(spec, module: nn.Module, x: Tensor, tolerance: float = 1e-5) -> None:
-    """Compare a block with its module: in one call with autograd, and in two tiles that add to sums of gradients."""
+    """Compare a block with its module: in one call with autograd, and in two tiles that add to sums
+    of gradients."""
     assert spec is not None
-    params, dy = [param for param in module.parameters() if param.requires_grad], draw(*x.shape, dtype=x.dtype, seed=9)
+    params = [param for param in module.parameters() if param.requires_grad]
+    dy = draw(*x.shape, dtype=x.dtype, seed=9)
     x = x.requires_grad_()
     y = module(x)
     expected = [y, *torch.autograd.grad(y, [x, *params], dy[..., : y.shape[-1]])]
@@ -61,11 +67,14 @@ def assert_reproduces(spec, module: nn.Module, x: Tensor, tolerance: float = 1e-
     block = spec.make(module, tile)
     y = block(x)
     ours = [y, *torch.autograd.grad(y, [x, *params], dy[..., : y.shape[-1]])]
-    sums, tiles = GradSum(), []
+    sums = GradSum()
+    tiles = []
     for rows in (slice(0, CUT), slice(CUT, None)):
         y_tile = block(x[:, rows])
         with tile.set(grads=sums):
-            found = torch.autograd.grad(y_tile, [x, *params], dy[:, rows, : y.shape[-1]], allow_unused=True)
+            found = torch.autograd.grad(
+                y_tile, [x, *params], dy[:, rows, : y.shape[-1]], allow_unused=True
+            )
         assert found[1:] == (None,) * len(params), "nothing is returned to autograd"
         tiles.append((y_tile, found[0]))
     outs, dxs = zip(*tiles, strict=True)
@@ -88,7 +97,8 @@ def assert_reproduces(spec, module: nn.Module, x: Tensor, tolerance: float = 1e-
 )
 def test_norms(kind, form):
     """In fp64, the module runs, because transformers computes norms in fp32."""
-    module, x = randomized(kind(D)), draw(1, TOKENS, D)
+    module = randomized(kind(D))
+    x = draw(1, TOKENS, D)
     spec = find_norm("norm", module)
     assert spec == NormSpec("norm", form)
     assert_reproduces(spec, module, x)
@@ -128,7 +138,11 @@ class UpFirst(Phi3MLP):
 def test_gated_mlps(act, activation, dtype):
     module = make_mlp(act)
     spec = find_mlp("mlp", module)
-    assert (spec.inputs, spec.down, spec.activation) == (("gate_proj", "up_proj"), "down_proj", activation)
+    assert (spec.inputs, spec.down, spec.activation) == (
+        ("gate_proj", "up_proj"),
+        "down_proj",
+        activation,
+    )
     assert_reproduces(spec, module.to(dtype), draw(1, TOKENS, D, dtype=dtype))
 
 
@@ -142,14 +156,18 @@ def test_mlps_with_one_map_for_gate_and_up(kind):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlps_with_adapters_biases_and_frozen_weights(bias):
-    module = add_lora(nn.ModuleDict({"mlp": make_mlp(bias=bias)}), target_modules=["gate_proj", "down_proj"])
+    module = add_lora(
+        nn.ModuleDict({"mlp": make_mlp(bias=bias)}), target_modules=["gate_proj", "down_proj"]
+    )
     mlp = module.base_model.model["mlp"].float()
     assert sum(param.requires_grad for param in mlp.parameters()) == 4
     assert_reproduces(find_mlp("mlp", mlp), mlp, draw(1, TOKENS, D))
 
 
 def test_a_skipped_mlp_has_the_same_gradients():
-    module, tile, x = make_mlp(), TileState(), draw(1, TOKENS, D).requires_grad_()
+    module = make_mlp()
+    tile = TileState()
+    x = draw(1, TOKENS, D).requires_grad_()
     block = find_mlp("mlp", module).make(module, tile)
     grads = []
     for skips in (False, True):
@@ -168,20 +186,28 @@ def test_a_skipped_mlp_has_the_same_gradients():
 @pytest.mark.parametrize("adapted", [False, True])
 def test_linear_maps(bias, adapted, dtype):
     module = nn.ModuleDict({"q": randomized(nn.Linear(D, D, bias=bias))})
-    module = (add_lora(module, target_modules=["q"]).base_model.model if adapted else module).to(dtype)
+    module = (add_lora(module, target_modules=["q"]).base_model.model if adapted else module).to(
+        dtype
+    )
     assert_reproduces(find_linear("q", module["q"]), module["q"], draw(1, TOKENS, D, dtype=dtype))
 
 
 def test_dropout_in_an_adapter():
     """Each tile has the keys of its tokens."""
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(D, D)})])})
-    wrapper = add_lora(model, target_modules=["q"], lora_dropout=0.4).base_model.model["layers"][0]["q"].float()
-    state, keys = (
-        replace_dropout(nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleDict({"0": wrapper})})})),
-        (torch.arange(TOKENS, dtype=torch.int32) + 17),
+    wrapper = (
+        add_lora(model, target_modules=["q"], lora_dropout=0.4)
+        .base_model.model["layers"][0]["q"]
+        .float()
     )
-    x, params = draw(1, TOKENS, D).requires_grad_(), [p for p in wrapper.parameters() if p.requires_grad]
-    block, undropped = LinearBlock(wrapper, TileState()), wrapper(x)
+    state = replace_dropout(
+        nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleDict({"0": wrapper})})})
+    )
+    keys = torch.arange(TOKENS, dtype=torch.int32) + 17
+    x = draw(1, TOKENS, D).requires_grad_()
+    params = [p for p in wrapper.parameters() if p.requires_grad]
+    block = LinearBlock(wrapper, TileState())
+    undropped = wrapper(x)
     for rows in (slice(0, TOKENS), slice(CUT, TOKENS)):
         state.keys_t = keys[rows]
         results = []
@@ -194,27 +220,37 @@ def test_dropout_in_an_adapter():
 
 def test_some_heads_of_a_map_are_rows_or_columns_of_its_weight():
     linear = Linear(draw(12, 6), draw(12), draw(2, 6), draw(12, 2), scale=1.5)
-    x, heads = draw(4, 6), torch.tensor([2, 0])
+    x = draw(4, 6)
+    heads = torch.tensor([2, 0])
     full = linear(x).unflatten(1, (3, 4))
     torch.testing.assert_close(linear.select_heads(heads, 4)(x), full[:, heads].flatten(1))
     inner = linear.select_heads(torch.tensor([1]), 2, dim=1)
-    torch.testing.assert_close(inner.input_grad(full.flatten(1), None), full.flatten(1) @ linear.weight_MD[:, 2:4])
+    torch.testing.assert_close(
+        inner.input_grad(full.flatten(1), None), full.flatten(1) @ linear.weight_MD[:, 2:4]
+    )
 
 
-@pytest.mark.parametrize("find, make", [(find_linear, lambda: randomized(nn.Linear(D, D))), (find_mlp, make_mlp)])
+@pytest.mark.parametrize(
+    "find, make", [(find_linear, lambda: randomized(nn.Linear(D, D))), (find_mlp, make_mlp)]
+)
 def test_results_of_blocks_may_be_changed_in_place(find, make):
-    module, x = make(), draw(1, TOKENS, D).requires_grad_()
+    module = make()
+    x = draw(1, TOKENS, D).requires_grad_()
     results = []
     for function in (find("module", module).make(module, TileState()), module):
         y = function(x).clamp_(-0.2, 0.4)
-        results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], draw(*y.shape, seed=1))])
+        results.append(
+            [y, *torch.autograd.grad(y, [x, *module.parameters()], draw(*y.shape, seed=1))]
+        )
     torch.testing.assert_close(*results)
 
 
 # ---- RoPE
 
 
-ROPE = {  # how dims are paired in the input and output, where cos and sin of a pair are; changes of the configuration
+# how dims are paired in the input and output, where cos and sin of a pair are; changes of the
+# configuration
+ROPE = {
     "llama": (RopeForm(False, False, "halves"), {}),
     "gpt_oss": (RopeForm(False, False, "half"), {}),
     "glm4": (RopeForm(True, True, "first half"), {}),
@@ -232,7 +268,8 @@ def specs_of(model: nn.Module) -> list[LayerSpec]:
 
 @pytest.mark.parametrize("family", ROPE)
 def test_rope(family):
-    """With the tables of the model's rotary embedding, at other lengths and numbers of heads than in the probe."""
+    """With the tables of the model's rotary embedding, at other lengths and numbers of heads than
+    in the probe."""
     form, changes = ROPE[family]
     model = tiny_decoder(family, torch.float32, num_hidden_layers=1, layer_types=None, **changes)
     (spec,) = (block for block in specs_of(model)[0].blocks if isinstance(block, RopeSpec))
@@ -245,7 +282,9 @@ def test_rope(family):
     for function in (RopeBlock(original, form, TileState()), original):
         q, k = (draw(1, heads, 5, size).requires_grad_() for heads in (3, 1))
         outs = function(q, k, *tables)
-        results.append([*outs, *torch.autograd.grad(outs, [q, k], [draw(*out.shape, seed=1) for out in outs])])
+        results.append(
+            [*outs, *torch.autograd.grad(outs, [q, k], [draw(*out.shape, seed=1) for out in outs])]
+        )
     torch.testing.assert_close(*results)
 
 
@@ -259,7 +298,9 @@ class ClampedNorm(LlamaRMSNorm):
 
 class OtherEpsilon(LlamaRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon).rsqrt()
+        return (
+            self.weight * x * (x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon).rsqrt()
+        )
 
 
 class ScaledNorm(LlamaRMSNorm):
@@ -276,7 +317,11 @@ class PartialNorm(LlamaRMSNorm):
     """Measures all dims but one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * (x[..., 1:].pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return (
+            self.weight
+            * x
+            * (x[..., 1:].pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        )
 
 
 class ClampedMlp(LlamaMLP):
@@ -304,7 +349,9 @@ class GateOfUp(LlamaMLP):
     """Gates with the input of the activation, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 0.01 * self.gate_proj(x)))
+        return self.down_proj(
+            self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 0.01 * self.gate_proj(x))
+        )
 
 
 class ScaledLinear(nn.Linear):
@@ -342,7 +389,8 @@ def test_modules_that_almost_match_are_not_replaced(planted, monkeypatch):
     norm, mlp, other = planted
     model = tiny_decoder("llama", torch.float32, num_hidden_layers=1)
     layer = model.model.layers[0]
-    layer.input_layernorm.__class__, layer.mlp.__class__ = norm, mlp
+    layer.input_layernorm.__class__ = norm
+    layer.mlp.__class__ = mlp
     if other is not None:
         (layer.self_attn.o_proj if other is ScaledLinear else layer.self_attn).__class__ = other
     (spec,) = specs_of(model)
@@ -414,7 +462,10 @@ def test_layers_project_the_heads_of_a_stage_if_they_can(family, slices_heads, s
 @pytest.mark.filterwarnings("ignore:model.layers.0 computes")
 @pytest.mark.parametrize(
     ("family", "path", "changes"),
-    [("olmo", "self_attn.q_proj", {"clip_qkv": 0.5}), ("llama4_text", "feed_forward.shared_expert", {})],
+    [
+        ("olmo", "self_attn.q_proj", {"clip_qkv": 0.5}),
+        ("llama4_text", "feed_forward.shared_expert", {}),
+    ],
 )
 def test_layers_that_change_results_in_place_have_blocks(family, path, changes):
     """OLMo clips q, k and v, Llama 4 adds its experts to the output of the shared one."""
@@ -425,11 +476,15 @@ def test_layers_that_change_results_in_place_have_blocks(family, path, changes):
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_weight_gradients_of_tiles_are_not_rounded(family, monkeypatch):
-    """Blocks add products to fp32 sums. What autograd returns for a tile is in the dtype of the weight."""
+    """Blocks add products to fp32 sums. What autograd returns for a tile is in the dtype of the
+    weight."""
     plain = tiny_decoder(family, torch.bfloat16, num_hidden_layers=2)
     model = parallelize_model(plain, layout=Layout(tile_tokens=9, dtype="bfloat16"))
-    added, add = [], GradSum.add
-    monkeypatch.setattr(GradSum, "add", lambda self, param, grad: added.append(grad) or add(self, param, grad))
+    added = []
+    add = GradSum.add
+    monkeypatch.setattr(
+        GradSum, "add", lambda self, param, grad: added.append(grad) or add(self, param, grad)
+    )
     ids = random_ids(1, 24)
     model(input_ids=ids, labels=ids).loss.backward()
     grads = [grad for grad in added if grad is not None]
@@ -467,7 +522,9 @@ def test_a_sum_is_freed_without_the_garbage_collector(num_added):
 def test_a_norm_of_a_sum_reads_the_sum_before_it_is_rounded(is_centered):
     """Otherwise deepseek_v3's gradients have 1.17 times the error of autocast, instead of 1.10."""
     form = NormForm(1e-6, 0.0, is_centered)
-    norm = NormSpec("norm", form).make(randomized(nn.LayerNorm(30, bias=False), torch.bfloat16), TileState())
+    norm = NormSpec("norm", form).make(
+        randomized(nn.LayerNorm(30, bias=False), torch.bfloat16), TileState()
+    )
     x, a, b = (draw(40, 30, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3))
     with ResidualSums(TileState()):
         sums = (x + a, x + a + b)
@@ -476,15 +533,21 @@ def test_a_norm_of_a_sum_reads_the_sum_before_it_is_rounded(is_centered):
         wide = sum(term.float() for term in terms)
         weight = norm.module.weight
         assert torch.equal(y, apply_norm(wide, weight, form)), "rounded before"
-        assert not torch.equal(y, apply_norm(h, weight, form)), "otherwise this test compares nothing"
+        assert not torch.equal(y, apply_norm(h, weight, form)), (
+            "otherwise this test compares nothing"
+        )
         dy = draw(40, 30, dtype=torch.bfloat16, seed=5)
         expected = norm_backward(h, dy, weight, form)[0]
-        assert all(torch.equal(grad, expected) for grad in torch.autograd.grad(y, terms, dy, retain_graph=True))
+        assert all(
+            torch.equal(grad, expected)
+            for grad in torch.autograd.grad(y, terms, dy, retain_graph=True)
+        )
 
 
 def test_backward_recomputes_the_norm_of_a_sum_bit_for_bit(monkeypatch):
     model = parallelize_model(
-        tiny_decoder("llama", torch.bfloat16, num_hidden_layers=1), layout=Layout(tile_tokens=9, dtype="bfloat16")
+        tiny_decoder("llama", torch.bfloat16, num_hidden_layers=1),
+        layout=Layout(tile_tokens=9, dtype="bfloat16"),
     )
     of_sums = []
 
@@ -507,7 +570,8 @@ def test_backward_recomputes_the_norm_of_a_sum_bit_for_bit(monkeypatch):
 def test_a_gradient_that_two_parameters_share_is_not_added_to(dtype):
     """Autograd returns one tensor for both operands of a sum."""
     first, second = (torch.zeros(3, dtype=dtype) for _ in range(2))
-    shared, grads = torch.ones(3, dtype=dtype), GradSum()
+    shared = torch.ones(3, dtype=dtype)
+    grads = GradSum()
     grads.add(first, shared)
     grads.add(second, shared)
     grads.add(first, torch.ones(3, dtype=dtype))
@@ -518,8 +582,12 @@ def test_a_gradient_that_two_parameters_share_is_not_added_to(dtype):
 
 def test_products_in_16_bits_are_summed_unrounded():
     """One rounding to bfloat16 would give an error of 1e-3."""
-    weight, grads = draw(40, 30, dtype=torch.bfloat16), GradSum()
-    tiles = [(draw(16, 40, dtype=torch.bfloat16, seed=i), draw(16, 30, dtype=torch.bfloat16, seed=i)) for i in range(3)]
+    weight = draw(40, 30, dtype=torch.bfloat16)
+    grads = GradSum()
+    tiles = [
+        (draw(16, 40, dtype=torch.bfloat16, seed=i), draw(16, 30, dtype=torch.bfloat16, seed=i))
+        for i in range(3)
+    ]
     for dout, x in tiles:
         grads.add_product(weight, dout, x)
     exact = sum(dout.double().t() @ x.double() for dout, x in tiles)

@@ -5,15 +5,21 @@ import dataclasses
 import psutil
 import pytest
 
-from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
 from ithaka.plan.hardware import available_memory, cgroup_rooms, free_disk
 from ithaka.run import resolve as run_module
 from ithaka.run.preflight import validate_run
-from ithaka.run.resolve import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
-from ithaka.train.trainer import Trainer
+from ithaka.run.resolve import (
+    Run,
+    certain_needs,
+    check_fits,
+    detect_machine,
+    model_shape,
+    store_host_bytes,
+)
+from ithaka.train.prepare import prepare
 from runs import tiny_run, validate
 
 MIB = 2**20
@@ -41,20 +47,34 @@ def make_run(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
     """Return the run without validating it."""
     config = make_config(folder, **changes)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
-    shape, gpu = model_shape(config), ("Some Other 9000", 2**40) if on_gpu else None
+    shape = model_shape(config)
+    gpu = ("Some Other 9000", 2**40) if on_gpu else None
     hardware = detect_machine(config, num_ranks, gpu)
-    return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu), hardware)
+    return Run(
+        config,
+        num_ranks,
+        shape,
+        layout_from_config(config, shape.num_layers, num_ranks, on_gpu),
+        hardware,
+    )
 
 
 def test_needs_cover_the_tensors_of_all_ranks(machine, tmp_path):
-    """Two ranks share 2 layers of [4096, 32] in bf16; attention adds as much again, and the lse of 4 heads in fp32."""
-    inputs, kept = 2 * 4096 * 32 * 2, 2 * 4096 * (32 * 2 + 4 * 4)
+    """Two ranks share 2 layers of [4096, 32] in bf16; attention adds as much again, and the lse of
+    4 heads in fp32."""
+    inputs = 2 * 4096 * 32 * 2
+    kept = 2 * 4096 * (32 * 2 + 4 * 4)
     for tier in ("host", "disk"):
-        host, disk = certain_needs(make_run(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
+        host, disk = certain_needs(
+            make_run(tmp_path, on_gpu=True, offload=tier, keep_attention="all")
+        )
         kept_bytes = {"layer inputs": inputs, "kept attention": kept}
         staging = {"on the way to disk": inputs + kept}  # up to three layers at once
         assert (host, disk) == ((kept_bytes, {}) if tier == "host" else (staging, kept_bytes))
-    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
+    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == (
+        {},
+        {},
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,21 +83,43 @@ def test_needs_cover_the_tensors_of_all_ranks(machine, tmp_path):
         (
             {"offload": "host", "keep_attention": "all"},
             {"memory_bytes": MIB},
-            ["data.context=4096", "host memory", "layer inputs 1 MiB",
-             "kept attention 1.125 MiB", "memory.offload=disk", ".keep_attention=none",
-             "a shorter data.context"],
+            [
+                "data.context=4096",
+                "host memory",
+                "layer inputs 1 MiB",
+                "kept attention 1.125 MiB",
+                "memory.offload=disk",
+                ".keep_attention=none",
+                "a shorter data.context",
+            ],
         ),
         (
             {"offload": "disk"},
             {"disk_bytes": MIB // 2},
-            ["data.context=4096", "1 MiB", "disk", "512 KiB", "memory.disk_path",
-             "a shorter data.context"],
+            [
+                "data.context=4096",
+                "1 MiB",
+                "disk",
+                "512 KiB",
+                "memory.disk_path",
+                "a shorter data.context",
+            ],
         ),
-        ({"offload": "disk"}, {"memory_bytes": MIB // 2}, ["on the way to disk 1 MiB", "data.context"]),
-        ({"offload_optimizer": True}, {"memory_bytes": 1000}, ["parameters, gradients", "offload_optimizer=false"]),
+        (
+            {"offload": "disk"},
+            {"memory_bytes": MIB // 2},
+            ["on the way to disk 1 MiB", "data.context"],
+        ),
+        (
+            {"offload_optimizer": True},
+            {"memory_bytes": 1000},
+            ["parameters, gradients", "offload_optimizer=false"],
+        ),
     ],
-)  # fmt: skip
-def test_a_run_that_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, fragments):
+)
+def test_a_run_that_does_not_fit_is_refused_with_figures(
+    machine, tmp_path, memory, room, fragments
+):
     config = make_config(tmp_path, **memory)
     validate_run(config, 2)
     machine(**room)
@@ -106,17 +148,26 @@ def test_a_long_evaluation_that_does_not_fit_is_refused(machine, tmp_path):
     run = make_run(tmp_path)
     longer = dataclasses.replace(run.config.evaluate, every=1, contexts=(2048, 8192))
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, evaluate=longer))
-    trained, evaluated = (sum(certain_needs(run, ledger)[0].values()) for ledger in (run.ledger, run.evaluation_ledger))
+    trained, evaluated = (
+        sum(certain_needs(run, ledger)[0].values())
+        for ledger in (run.ledger, run.evaluation_ledger)
+    )
     assert trained < evaluated
-    fits, lacks = (dataclasses.replace(run.hardware, host_bytes=room) for room in (evaluated, evaluated - 1))
+    fits, lacks = (
+        dataclasses.replace(run.hardware, host_bytes=room) for room in (evaluated, evaluated - 1)
+    )
     check_fits(dataclasses.replace(run, hardware=fits))
-    with pytest.raises(ConfigError, match=r"^evaluate.contexts=8192 .*host memory.*; use shorter evaluate"):
+    with pytest.raises(
+        ConfigError, match=r"^evaluate.contexts=8192 .*host memory.*; use shorter evaluate"
+    ):
         check_fits(dataclasses.replace(run, hardware=lacks))
 
 
 def test_ranks_on_other_nodes_need_no_local_memory(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
+    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="host"))[0] == {
+        "layer inputs": MIB // 4
+    }
 
 
 def test_this_machine_has_the_memory_that_psutil_reports(tmp_path):
@@ -143,7 +194,7 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
 
 def measure_pool(config):
     """Take a step; return the budget and the peak of this rank's host pool."""
-    trainer = Trainer(validate(config), make_mesh(2))
+    trainer = prepare(validate(config))
     store = trainer.model.model.layers[0].forward.store
     trainer.advance([trainer.data.next_batch()])
     return store.pool.budget_bytes, store.pool.peak_bytes

@@ -1,4 +1,5 @@
-"""Calls that a parallel model would silently compute wrongly are refused; harmless ones are accepted."""
+"""Calls that a parallel model would silently compute wrongly are refused; harmless ones are
+accepted."""
 
 from functools import partial
 from types import MethodType
@@ -23,7 +24,9 @@ IDS = random_ids(2, 6)
 
 
 def parallel(layout: Layout | None = None, **changes):
-    return parallelize_model(tiny_model(tiny_config("llama", **changes)), mesh=make_mesh(1), layout=layout)
+    return parallelize_model(
+        tiny_model(tiny_config("llama", **changes)), mesh=make_mesh(1), layout=layout
+    )
 
 
 @pytest.fixture
@@ -51,13 +54,21 @@ def refusal(model, error=ConfigError, **inputs) -> str:
 
 
 def test_positional_arguments_follow_the_order_of_transformers(model, expected):
-    mask, positions = torch.ones_like(IDS), torch.arange(6).expand(2, 6)
+    mask = torch.ones_like(IDS)
+    positions = torch.arange(6).expand(2, 6)
     for positional in ((IDS,), (IDS, mask), (IDS, mask, positions)):
-        assert float(model(*positional, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
-    assert float(model(IDS, None, None, None, None, IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
-    padded, labels = changed(mask, 0, 0, 0), changed(IDS, 0, 1, -100)
+        assert float(model(*positional, labels=IDS).loss.detach()) == pytest.approx(
+            expected, rel=1e-12
+        )
+    assert float(model(IDS, None, None, None, None, IDS).loss.detach()) == pytest.approx(
+        expected, rel=1e-12
+    )
+    padded = changed(mask, 0, 0, 0)
+    labels = changed(IDS, 0, 1, -100)
     by_name = loss_of(model, attention_mask=padded, labels=labels)
-    assert float(model(IDS, padded, labels=labels).loss.detach()) == by_name != pytest.approx(expected)
+    assert (
+        float(model(IDS, padded, labels=labels).loss.detach()) == by_name != pytest.approx(expected)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,12 @@ def test_positional_arguments_follow_the_order_of_transformers(model, expected):
     [
         ((IDS, None, None, ((IDS, IDS),)), {}, "past_key_values", "input_ids, labels"),
         ((IDS,), {"input_ids": IDS}, "input_ids", "by name"),
-        ((IDS,) * 9, {}, "9 positional arguments", "by name, or in the order input_ids, attention_mask"),
+        (
+            (IDS,) * 9,
+            {},
+            "9 positional arguments",
+            "by name, or in the order input_ids, attention_mask",
+        ),
     ],
 )
 def test_wrong_positional_arguments_are_refused(model, args, kwargs, named, fix):
@@ -114,11 +130,22 @@ def test_shifted_labels_are_accepted(model, expected):
 def test_documents_are_read_from_cu_seq_lens(model):
     """cu_seq_lens_q covers all rows; the other kernel arguments change nothing."""
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
-    kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+    kernel_arguments = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": 6,
+        "max_length_k": 6,
+    }
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "has shape (1,)")):
-        assert_refused(refusal(model, ValueError, cu_seq_lens_q=wrong), f"cu_seq_lens_q {problem}", fix="12")
+    for wrong, problem in (
+        (ends[:-1], "ends at 6"),
+        (ends[1:], "starts at 4"),
+        (ends[:1], "has shape (1,)"),
+    ):
+        assert_refused(
+            refusal(model, ValueError, cu_seq_lens_q=wrong), f"cu_seq_lens_q {problem}", fix="12"
+        )
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "hot", torch.ones(2)])
@@ -130,35 +157,59 @@ def test_a_temperature_that_cannot_divide_logits_is_refused(model, temperature):
 def test_labels_and_their_values_that_do_not_match_are_refused(model):
     twice = partial(ithaka.token_logprobs, model, IDS, IDS, shift_labels=IDS)
     assert_refused(twice, "shift_labels", fix="labels only", error=TypeError)
-    assert_refused(partial(model, IDS, labels=IDS, temperature=0.5), "0.5", fix="token_logprobs", error=ValueError)
+    assert_refused(
+        partial(model, IDS, labels=IDS, temperature=0.5),
+        "0.5",
+        fix="token_logprobs",
+        error=ValueError,
+    )
     share = partial(ithaka.label_share, model)
     assert_refused(partial(share, IDS / 2, docs=IDS), "docs", fix="token_logprobs", error=TypeError)
     assert_refused(partial(share, [0.5]), "list", fix="[batch, tokens]", error=TypeError)
-    assert_refused(partial(share, torch.ones(2)), "shape (2,)", fix="[batch, tokens]", error=TypeError)
+    assert_refused(
+        partial(share, torch.ones(2)), "shape (2,)", fix="[batch, tokens]", error=TypeError
+    )
     shorter = partial(share, torch.ones(2, 5), document_ids=IDS)
-    assert_refused(shorter, "(2, 5)", "document_ids", "(2, 6)", fix="one value per token", error=ValueError)
+    assert_refused(
+        shorter, "(2, 5)", "document_ids", "(2, 6)", fix="one value per token", error=ValueError
+    )
 
 
 def test_generate_matches_hugging_face(model, expected):
-    """With a cache, forwards after the prompt get one token per row, without one all tokens. Training still works."""
+    """With a cache, forwards after the prompt get one token per row, without one all tokens.
+    Training still works."""
     prompt = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
-    options, num_tokens = {**prompt, "max_new_tokens": 3, "do_sample": False}, []
+    options = {**prompt, "max_new_tokens": 3, "do_sample": False}
+    num_tokens = []
     tokens = tiny_model(tiny_config("llama")).eval().generate(**options)
-    hook = model.model.layers[0].register_forward_hook(lambda layer, args, out: num_tokens.append(out[..., 0].numel()))
+    hook = model.model.layers[0].register_forward_hook(
+        lambda layer, args, out: num_tokens.append(out[..., 0].numel())
+    )
     for use_cache, counts in (({}, [12, 2, 2]), ({"use_cache": False}, [12, 14, 16])):
         assert torch.equal(model.train().generate(**options, **use_cache), tokens)
         assert num_tokens == counts and model.training
         num_tokens.clear()
     hook.remove()
     assert loss_of(model) == pytest.approx(expected, rel=1e-12)
-    assert_refused(lambda: model.generate(IDS, max_new_tokens=513, use_cache=False), "max_new_tokens=513", fix="leave")
-    assert_refused(lambda: model.generate(IDS + 61), "input_ids[0, 0]", fix="tokenizer", error=ValueError)
+    assert_refused(
+        lambda: model.generate(IDS, max_new_tokens=513, use_cache=False),
+        "max_new_tokens=513",
+        fix="leave",
+    )
+    assert_refused(
+        lambda: model.generate(IDS + 61), "input_ids[0, 0]", fix="tokenizer", error=ValueError
+    )
 
 
 @torch.random.fork_rng()
 def test_generate_samples_the_tokens_of_hugging_face(model):
     """And leaves the same random state, so that training draws the same numbers afterwards."""
-    options = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": True}
+    options = {
+        "input_ids": IDS,
+        "attention_mask": torch.ones_like(IDS),
+        "max_new_tokens": 5,
+        "do_sample": True,
+    }
     plain = tiny_model(tiny_config("llama")).eval()
     torch.manual_seed(7)
     tokens = plain.generate(**options)
@@ -177,7 +228,9 @@ def test_a_direct_call_of_forward_is_refused(model):
 
 
 def test_integers_of_any_width_are_accepted(model, expected):
-    assert loss_of(model, input_ids=IDS.int(), labels=IDS.to(torch.int16)) == pytest.approx(expected, rel=1e-12)
+    assert loss_of(model, input_ids=IDS.int(), labels=IDS.to(torch.int16)) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +265,9 @@ def test_the_first_label_of_a_row_may_be_anything(model, expected):
     assert loss_of(model, labels=changed(IDS, 1, 0, -1)) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [0, -3, torch.tensor(0), "all", float("inf"), True, torch.tensor([5, 5])])
+@pytest.mark.parametrize(
+    "count", [0, -3, torch.tensor(0), "all", float("inf"), True, torch.tensor([5, 5])]
+)
 def test_a_count_that_cannot_divide_the_loss_is_refused(model, count):
     value = repr(count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count)
     message = refusal(model, ValueError, num_items_in_batch=count)
@@ -224,33 +279,51 @@ def test_a_count_of_zero_without_labels_is_accepted(model):
 
 
 def test_positions_beyond_the_limit_of_the_model_are_refused(expected):
-    """This holds without a planned context too. A longer row of documents within the limit is accepted."""
-    model, positions = parallel(max_position_embeddings=4), torch.arange(6).expand(2, 6)
+    """This holds without a planned context too. A longer row of documents within the limit is
+    accepted."""
+    model = parallel(max_position_embeddings=4)
+    positions = torch.arange(6).expand(2, 6)
     for inputs, count in (({}, 6), ({"position_ids": positions + 50}, 56)):
         message = refusal(model, **inputs)
-        assert_refused(message, f"{count} positions", "max_position_embeddings=4", fix="from_pretrained")
+        assert_refused(
+            message, f"{count} positions", "max_position_embeddings=4", fix="from_pretrained"
+        )
     with torch.no_grad():  # evaluation may exceed the limit
         assert model(input_ids=torch.zeros(1, 6, dtype=torch.long)).logits.shape[1] == 6
-    assert loss_of(model, position_ids=positions % 4) == loss_of(parallel(), position_ids=positions % 4)
+    assert loss_of(model, position_ids=positions % 4) == loss_of(
+        parallel(), position_ids=positions % 4
+    )
 
 
 def test_negative_positions_are_refused(model):
     positions = torch.arange(6).expand(2, 6) - 3
-    assert_refused(refusal(model, ValueError, position_ids=positions), "position_ids has -3", fix="attention_mask")
-    mask, labels = (positions >= 0).long(), IDS.masked_fill(positions <= 0, -100)
-    padded = [loss_of(model, labels=labels, attention_mask=mask, position_ids=p) for p in (positions, positions * mask)]
+    assert_refused(
+        refusal(model, ValueError, position_ids=positions),
+        "position_ids has -3",
+        fix="attention_mask",
+    )
+    mask = (positions >= 0).long()
+    labels = IDS.masked_fill(positions <= 0, -100)
+    padded = [
+        loss_of(model, labels=labels, attention_mask=mask, position_ids=p)
+        for p in (positions, positions * mask)
+    ]
     assert padded[0] == padded[1], "padding may have any position"
 
 
 def test_backward_without_trained_parameters_is_refused():
-    model = parallelize_model(tiny_model(tiny_config("llama")).requires_grad_(False), mesh=make_mesh(1))
+    model = parallelize_model(
+        tiny_model(tiny_config("llama")).requires_grad_(False), mesh=make_mesh(1)
+    )
     loss = model(input_ids=IDS, labels=IDS).loss
     assert_refused(loss.backward, "no parameter", fix="model.requires_grad_(True)")
 
 
 def test_document_ids_in_the_attention_mask_are_refused(model):
     mask = torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)
-    assert_refused(refusal(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids")
+    assert_refused(
+        refusal(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids"
+    )
 
 
 def test_a_call_after_a_refused_one_is_right(model, expected):
@@ -269,7 +342,9 @@ def test_autocast_is_refused(model):
 def test_autocast_around_backward_changes_nothing():
     grads = []
     for enabled in (False, True):
-        model = parallelize_model(tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1))
+        model = parallelize_model(
+            tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1)
+        )
         loss = model(input_ids=IDS, labels=IDS).loss
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss.backward()
@@ -286,7 +361,9 @@ def test_autocast_inside_forward_is_refused(model):
 
     forward.__wrapped__ = cast
     model.forward = MethodType(forward, model)
-    assert_refused(refusal(model), "torch.autocast('cpu', bfloat16)", fix="Layout(dtype='bfloat16')")
+    assert_refused(
+        refusal(model), "torch.autocast('cpu', bfloat16)", fix="Layout(dtype='bfloat16')"
+    )
 
 
 def test_inference_mode_is_refused(model, expected):
@@ -302,14 +379,18 @@ def test_torch_compile_around_the_model_is_refused(model, recwarn):
     full = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(unsupported, match=r"torch\.compile"):
         full(input_ids=IDS)
-    assert_refused(refusal(torch.compile(model, backend="eager")), "torch.compile", fix="Layout(compile=True)")
+    assert_refused(
+        refusal(torch.compile(model, backend="eager")), "torch.compile", fix="Layout(compile=True)"
+    )
     assert not [warning for warning in recwarn if "ynamo" in str(warning.message)]
     assert_refused(model.compile, "compile()", fix="Layout(compile=True)")
     torch._dynamo.reset()
 
 
 def test_ddp_around_the_model_is_refused(model):
-    adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
+    adapted = get_peft_model(
+        tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"])
+    )
     for parallel_model in (model, parallelize_model(adapted, mesh=make_mesh(1))):
         wrap = partial(nn.parallel.DistributedDataParallel, parallel_model)
         assert_refused(wrap, "DistributedDataParallel", fix="parallelize")
@@ -354,7 +435,8 @@ def change(name, function, model, params):
     function(params[name])
 
 
-UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
 # Ways to change parameters, and the module that the message names.
 CHANGES = {
     "fused step": (partial(step, fused=True), "layer 0"),
@@ -363,8 +445,14 @@ CHANGES = {
     "one weight": (partial(change, UP, lambda param: param.mul_(2)), "layer 1"),
     "a shard": (partial(change, Q, lambda param: param.to_local().mul_(2)), "layer 1"),
     "the head": (partial(change, "lm_head.weight", lambda param: param.add_(1)), "the head"),
-    "the last norm": (partial(change, "model.norm.weight", lambda param: param.add_(1)), "the head"),
-    "a gathered one": (lambda model, _: change("weight", torch.zero_, model, model.model.norm._parameters), "the head"),
+    "the last norm": (
+        partial(change, "model.norm.weight", lambda param: param.add_(1)),
+        "the head",
+    ),
+    "a gathered one": (
+        lambda model, _: change("weight", torch.zero_, model, model.model.norm._parameters),
+        "the head",
+    ),
     "other weights": (lambda model, params: model.load_state_dict(model.state_dict()), "layer 0"),
 }
 
@@ -382,10 +470,12 @@ def mean_of_logits(model):
 
 
 @pytest.mark.parametrize(
-    "loss_function", [mean_loss, mean_of_logits, pytest.param(mean_of_tokens, marks=pytest.mark.slow)]
+    "loss_function",
+    [mean_loss, mean_of_logits, pytest.param(mean_of_tokens, marks=pytest.mark.slow)],
 )
 def test_parameters_that_change_between_forward_and_backward_are_refused(model, loss_function):
-    """Backward would use other weights than forward. After the error, the model can be called again."""
+    """Backward would use other weights than forward. After the error, the model can be called
+    again."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for act, name in CHANGES.values():
         loss = loss_function(model)
@@ -400,12 +490,15 @@ def test_parameters_that_change_before_backward_from_a_hooked_layer_are_refused(
     params = dict(model.named_parameters())
     model(input_ids=IDS)
     step(model, params)
-    assert_refused(outputs[0].sum().backward, "layer 0", "changed", fix="backward", error=RuntimeError)
+    assert_refused(
+        outputs[0].sum().backward, "layer 0", "changed", fix="backward", error=RuntimeError
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_changes_that_backward_does_not_use_are_accepted(tied):
-    """Steps between backward and forward, or in backward; accumulation; evaluation; changes to untied embeddings."""
+    """Steps between backward and forward, or in backward; accumulation; evaluation; changes to
+    untied embeddings."""
     model = parallel(tie_word_embeddings=tied)
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -424,9 +517,13 @@ def test_changes_that_backward_does_not_use_are_accepted(tied):
     before = [param.to_local().clone() for param in optimizers]
     for _ in range(2):
         mean_loss(model).backward()
-    assert not any(torch.equal(param.to_local(), old) for param, old in zip(optimizers, before, strict=True))
+    assert not any(
+        torch.equal(param.to_local(), old) for param, old in zip(optimizers, before, strict=True)
+    )
     loss = mean_loss(model)
-    change("model.embed_tokens.weight", torch.zero_, model, dict(zip(names, optimizers, strict=True)))
+    change(
+        "model.embed_tokens.weight", torch.zero_, model, dict(zip(names, optimizers, strict=True))
+    )
     if tied:
         assert_refused(loss.backward, "the head", "changed", fix="backward", error=RuntimeError)
     else:
@@ -436,7 +533,8 @@ def test_changes_that_backward_does_not_use_are_accepted(tied):
 def test_a_call_after_a_failed_backward_is_refused(model):
     """FSDP2 would silently skip gradients."""
     first = model(input_ids=IDS, labels=IDS).loss
-    first.register_hook(lambda grad: 1 / 0)  # runs after FSDP2's own hook, when its backward has begun
+    # runs after FSDP2's own hook, when its backward has begun
+    first.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         first.backward()
     assert_refused(refusal(model), "backward", fix="parallelize the model again")
@@ -490,7 +588,11 @@ def test_later_changes_to_modules_and_parameters_are_refused(model, change):
 
 
 def test_later_resizing_of_embeddings_is_refused(model):
-    assert_refused(partial(model.resize_token_embeddings, 64), "resize_token_embeddings", fix="then parallelize")
+    assert_refused(
+        partial(model.resize_token_embeddings, 64),
+        "resize_token_embeddings",
+        fix="then parallelize",
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -502,14 +604,21 @@ def test_later_tying_and_untying_are_refused(tied):
 
 
 def test_weights_of_a_plain_model_are_refused(model, expected):
-    """The function in the message loads them. With an adapter, which adds a prefix to names, they are refused too."""
+    """The function in the message loads them. With an adapter, which adds a prefix to names, they
+    are refused too."""
     state = tiny_model(tiny_config("llama")).state_dict()
     fix = "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
-    assert_refused(partial(model.load_state_dict, state), "model.embed_tokens.weight", "sharded", fix=fix)
-    adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
+    assert_refused(
+        partial(model.load_state_dict, state), "model.embed_tokens.weight", "sharded", fix=fix
+    )
+    adapted = get_peft_model(
+        tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"])
+    )
     state_of_adapted = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     adapted = parallelize_model(adapted, mesh=make_mesh(1))
-    assert_refused(partial(adapted.load_state_dict, state_of_adapted), "embed_tokens.weight", fix=fix)
+    assert_refused(
+        partial(adapted.load_state_dict, state_of_adapted), "embed_tokens.weight", fix=fix
+    )
     with torch.no_grad():
         model.lm_head.weight.zero_()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
@@ -518,14 +627,27 @@ def test_weights_of_a_plain_model_are_refused(model, expected):
 
 def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     plain = tiny_model(tiny_config("llama"))
-    assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
-    ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
-    for arguments, *named in (((None,), "sequences=None"), (([row], 5), "labels=5", "int"), ((7,), "sequences=7")):
-        assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="one tensor of integers per sequence")
+    assert_refused(
+        lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize"
+    )
+    ids = [1, 2, 3]
+    row = torch.tensor([1, 2, 3])
+    for arguments, *named in (
+        ((None,), "sequences=None"),
+        (([row], 5), "labels=5", "int"),
+        ((7,), "sequences=7"),
+    ):
+        assert_refused(
+            partial(ithaka.pack_prefixes, *arguments),
+            *named,
+            fix="one tensor of integers per sequence",
+        )
     for keys, named in ((None, "keys=None"), ([5], "keys[0]=5")):
         assert_refused(partial(ithaka.pack_prefixes, [row], keys=keys), named, fix="pass a list")
     assert_refused(partial(ithaka.pack_prefixes, []), "sequences is empty", fix="one per sequence")
-    assert_refused(partial(ithaka.pack_prefixes([row]).unpack, [1, 2, 3]), "list", fix="one value per token")
+    assert_refused(
+        partial(ithaka.pack_prefixes([row]).unpack, [1, 2, 3]), "list", fix="one value per token"
+    )
     for arguments, *named in (
         (([ids, ids],), "sequences[0]", "list"),
         (([row], [ids]), "labels[0]", "list"),
@@ -545,7 +667,8 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
         assert_refused(unpack, f"shape {tuple(values.shape)}", fix="(1, 3)")
 
 
-Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+Q6 = torch.randn(6, 4, 8)
+K6 = torch.randn(6, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +677,12 @@ Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
         ((Q6, K6, torch.randn(6, 4, 8)), {}, "v (6, 4, 8)", "[tokens, heads"),
         ((Q6[:, 0], K6[:, 0], K6[:, 0]), {}, "q (6, 8)", "[tokens, heads"),
         ((Q6[None], K6, K6), {}, "q (1, 6, 4, 8), k (6, 2, 8)", "[batch, tokens"),
-        ((Q6.expand(2, 6, 4, 8), K6.expand(4, 6, 2, 8), K6.expand(4, 6, 2, 8)), {}, "k (4, 6, 2, 8)", "[batch, tokens"),
+        (
+            (Q6.expand(2, 6, 4, 8), K6.expand(4, 6, 2, 8), K6.expand(4, 6, 2, 8)),
+            {},
+            "k (4, 6, 2, 8)",
+            "[batch, tokens",
+        ),
         ((Q6.double(), K6, K6), {}, "q is torch.float64", "one dtype"),
         ((Q6.numpy(), K6, K6), {}, "q is a ndarray", "tensor"),
         ((Q6, K6, K6), {"ranges": [(0, 6, 0)]}, "(0, 6, 0) has 3 numbers", "(a, b, c, d)"),
@@ -571,7 +699,9 @@ Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
 def test_attention_of_tensors_that_do_not_match_is_refused(tensors, settings, named, fix):
     assert_refused(partial(sharded_attention, *tensors, **settings), named, fix=fix)
     starts = {"causal": True, "docs": torch.tensor([0, 4, 6])}  # a tensor, as FlashAttention takes
-    assert sharded_attention(Q6, K6, K6, **starts).equal(sharded_attention(Q6, K6, K6, causal=True, docs=(0, 4, 6)))
+    assert sharded_attention(Q6, K6, K6, **starts).equal(
+        sharded_attention(Q6, K6, K6, causal=True, docs=(0, 4, 6))
+    )
 
 
 def test_saving_to_no_directory_is_refused(model, tmp_path, monkeypatch):
@@ -581,14 +711,19 @@ def test_saving_to_no_directory_is_refused(model, tmp_path, monkeypatch):
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):
-    for enable in (model.gradient_checkpointing_enable, partial(model.gradient_checkpointing_enable, {})):
+    for enable in (
+        model.gradient_checkpointing_enable,
+        partial(model.gradient_checkpointing_enable, {}),
+    ):
         assert_refused(enable, "gradient_checkpointing_enable", fix="gradient_checkpointing=False")
 
 
 def test_gradient_checkpointing_before_parallelize_is_replaced(expected):
     model = tiny_model(tiny_config("llama"))
     model.gradient_checkpointing_enable()
-    assert loss_of(parallelize_model(model, mesh=make_mesh(1))) == pytest.approx(expected, rel=1e-12)
+    assert loss_of(parallelize_model(model, mesh=make_mesh(1))) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_a_replaced_forward_is_refused():

@@ -28,7 +28,9 @@ COMMANDS = {  # -> part of the output
     "train run.yaml --evaluate-only": "validation loss ",
     "train --resume run --set train.steps=2": "resumed after step 1",
     "train --resume run --evaluate-only": "step 2, on up to 1 sequence of",
-    "evaluate run --contexts 64 --documents 1 --samples 0 --data texts --json": '"loss_by_position"',
+    (
+        "evaluate run --contexts 64 --documents 1 --samples 0 --data texts --json"
+    ): '"loss_by_position"',
     "profile run.yaml --run-dir profiled --steps 1": "Profile of step 1",
     "data run.yaml": "sequences",
     "export run exported": "exported to exported",
@@ -46,7 +48,8 @@ COMMANDS = {  # -> part of the output
     "--version": "ithaka ",
     "train --help": "Usage",
 }
-SLOW = ("profile", "sample", "verify", "rehearse", "bench device", "train --resume")  # the default tier runs the others
+# the default tier runs the others
+SLOW = ("profile", "sample", "verify", "rehearse", "bench device", "train --resume")
 REJECTED = {  # -> part of the error
     "train missing.yaml": "missing.yaml",
     "train run.yaml --set train.step=1": "train.step",
@@ -73,23 +76,37 @@ REJECTED = {  # -> part of the error
 }
 
 
-def run_commands(folder: Path, environments: dict[str, dict]) -> dict[str, tuple[int, str, str, int]]:
-    """Run commands as a rank in these environments. Return each exit code, stdout, stderr and number of exports."""
+def run_commands(
+    folder: Path, environments: dict[str, dict]
+) -> dict[str, tuple[int, str, str, int]]:
+    """Run commands as a rank in these environments. Return each exit code, stdout, stderr and
+    number of exports."""
     results = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(doctor, "DISK_TEST_BYTES", doctor.CHUNK_BYTES)
         patch.setattr(selftest, "SECTIONS", {"machine": 1.0})  # test_selftest.py runs the others
-        exports, export = [], evaluate.export
-        patch.setattr(evaluate, "export", lambda *args, **options: exports.append(args) or export(*args, **options))
+        exports = []
+        export = evaluate.export
+        patch.setattr(
+            evaluate,
+            "export",
+            lambda *args, **options: exports.append(args) or export(*args, **options),
+        )
         for command, environment in environments.items():
             for name, value in environment.items():
                 patch.setenv(name, str(value))
             rank = int(environment["RANK"])
             # torchrun ends the other ranks while they wait.
-            patch.setattr(launch, "wait_for_rank_0", lambda rank=rank: sys.exit(-signal.SIGTERM) if rank else None)
+            patch.setattr(
+                launch,
+                "wait_for_rank_0",
+                lambda rank=rank: sys.exit(-signal.SIGTERM) if rank else None,
+            )
             patch.setattr(sys, "argv", ["ithaka", *command.split()])
-            out, err, code = io.StringIO(), io.StringIO(), 0
+            out = io.StringIO()
+            err = io.StringIO()
+            code = 0
             exports.clear()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 try:
@@ -110,15 +127,20 @@ def run_in_fork(folder: Path, ports: dict[str, int], on_one_node: bool) -> dict:
     dist.destroy_process_group()
     local = {"LOCAL_RANK": rank if on_one_node else 0, "LOCAL_WORLD_SIZE": 2 if on_one_node else 1}
     shared = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", **local}
-    return run_commands(folder, {command: {**shared, "MASTER_PORT": port} for command, port in ports.items()})
+    return run_commands(
+        folder, {command: {**shared, "MASTER_PORT": port} for command, port in ports.items()}
+    )
 
 
 def run_under_agent(folder: Path, ports: dict[str, int]) -> None:
     """Run commands as a rank of torchrun, each on its own port, and write the results to a file."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # rank 0 deletes them in some commands
+    # rank 0 deletes them in some commands
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     # The agent's store would still have the addresses of the previous command.
     shared = {name: os.environ[name] for name in names} | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    results = run_commands(folder, {command: {**shared, "MASTER_PORT": port} for command, port in ports.items()})
+    results = run_commands(
+        folder, {command: {**shared, "MASTER_PORT": port} for command, port in ports.items()}
+    )
     (folder / f"results-{shared['RANK']}").write_bytes(pickle.dumps(results))
 
 
@@ -142,8 +164,20 @@ def start(ranks, folder: Path, commands: Iterable[str], on_one_node: bool = True
 
 
 def torchrun(*arguments: str, cwd: Path, timeout_s: float) -> subprocess.CompletedProcess:
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (Path(cli.__file__).parents[2], Path(__file__).parent)))}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    paths = {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (Path(cli.__file__).parents[2], Path(__file__).parent))
+        )
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *arguments,
+    ]
     options = {"capture_output": True, "text": True, "env": os.environ | paths}
     return subprocess.run(command, cwd=cwd, timeout=timeout_s, **options)
 
@@ -157,14 +191,18 @@ def check_commands(results: list[dict], commands: list[str], num_nodes: int) -> 
         assert second[command][1:3] == ("", ""), command
         # Each node exports a run, once; `sample` has one process.
         by_command = {"evaluate run": (1, num_nodes - 1), "sample run": (1, 0)}
-        assert (exports, second[command][3]) == by_command.get(" ".join(command.split()[:2]), (0, 0)), command
+        assert (exports, second[command][3]) == by_command.get(
+            " ".join(command.split()[:2]), (0, 0)
+        ), command
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_commands_succeed_and_print_once(ranks, tmp_path, slow):
     """In the slow case, each rank is its own node."""
     commands = [command for command in COMMANDS if slow or not command.startswith(SLOW)]
-    check_commands(start(ranks, tmp_path, commands, on_one_node=not slow), commands, num_nodes=1 + slow)
+    check_commands(
+        start(ranks, tmp_path, commands, on_one_node=not slow), commands, num_nodes=1 + slow
+    )
 
 
 def test_a_rejected_command_prints_one_error(ranks, tmp_path):
@@ -181,7 +219,9 @@ def test_every_command_is_tested():
 
     def names(group, prefix=""):
         for name, command in group.commands.items():
-            yield from names(command, f"{name} ") if hasattr(command, "commands") else [prefix + name]
+            yield from (
+                names(command, f"{name} ") if hasattr(command, "commands") else [prefix + name]
+            )
 
     for name in names(typer.main.get_command(cli.app)):
         for table in (COMMANDS, REJECTED):

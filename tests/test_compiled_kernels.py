@@ -1,4 +1,5 @@
-"""FlashAttention 4 kernels are compiled by one process and cached in a folder that only this user can write to."""
+"""FlashAttention 4 kernels are compiled by one process and cached in a folder that only this user
+can write to."""
 
 import os
 import signal
@@ -44,7 +45,8 @@ def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
     go = root / "go"
     program = (
         f"import os, time; go = lambda: os.path.exists({str(go)!r}) or time.sleep(0.02); "
-        f"work = lambda n: (any(go() for _ in range(3000)), open({str(root)!r} + f'/made-{{n}}', 'w'), 1 // n); work"
+        f"work = lambda n: (any(go() for _ in range(3000)), open({str(root)!r} + f'/made-{{n}}', "
+        "'w'), 1 // n); work"
     )
     helpers = compiled.start_helpers("H200", program, [(0,), (1,), (2,)])
     assert len(helpers) == 3 and not list(root.glob("made-*"))
@@ -52,14 +54,19 @@ def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
     compiled.wait_for_helpers(root)
     assert len(list(root.glob("made-*"))) == 3 and len(list(root.glob("*.done"))) == 2
     assert [helper.wait() for helper in helpers] == [1, 0, 0]
-    again, other_gpu = (compiled.start_helpers(gpu, program, [(0,), (1,)]) for gpu in ("H200", "B200"))
+    again, other_gpu = (
+        compiled.start_helpers(gpu, program, [(0,), (1,)]) for gpu in ("H200", "B200")
+    )
     assert (len(again), len(other_gpu)) == (1, 2)
     for helper in (*again, *other_gpu):
         helper.wait()
 
 
 def test_helpers_do_not_wait_for_each_other(root):
-    program = "import ithaka.attention.compiled as c; wait = lambda: c.wait_for_helpers(c.cache_root()); wait"
+    program = (
+        "import ithaka.attention.compiled as c; wait = lambda: "
+        "c.wait_for_helpers(c.cache_root()); wait"
+    )
     start = time.monotonic()
     (helper,) = compiled.start_helpers("H200", program, [()])
     assert helper.wait() == 0 and time.monotonic() - start < 60
@@ -72,7 +79,9 @@ def test_a_run_continues_without_helpers(root, monkeypatch):
     monkeypatch.setattr(compiled.subprocess, "Popen", refuse)
     with pytest.warns(UserWarning, match="1 of 1 could not start .*; ranks compile"):
         assert compiled.start_helpers("H200", "print", [(0,)]) == []
-    monkeypatch.setattr(compiled.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    monkeypatch.setattr(
+        compiled.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
+    )
     with pytest.warns(UserWarning, match="cannot be written .No locks"):
         assert compiled.start_helpers("H200", "print", [(0,)]) == []
 
@@ -91,7 +100,8 @@ def test_ranks_and_helpers_stop_at_the_time_limit(root, monkeypatch):
 
 
 def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, monkeypatch):
-    """The package reads its environment variables on import, which may have happened before ours."""
+    """The package reads its environment variables on import, which may have happened before
+    ours."""
 
     class Cache(dict):
         def __init__(self, folder=None):
@@ -104,7 +114,8 @@ def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, m
     interface = types.SimpleNamespace(_flash_attn_fwd=forward, other=1, _get_device_arch=lambda: 90)
     utils = types.SimpleNamespace(JITCache=Cache, JITPersistentCache=Cache)
     package = types.ModuleType("flash_attn.cute")
-    package.interface, package.cache_utils = interface, utils
+    package.interface = interface
+    package.cache_utils = utils
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     folders = []
@@ -112,7 +123,10 @@ def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, m
         monkeypatch.setattr(compiled, "versions", lambda version=version: version)
         assert compiled.import_fa4.__wrapped__() is interface
         folders.append(forward.compile_cache.folder)
-    assert all(folder.name == "_flash_attn_fwd" and folder.parent.name.startswith("sm90-") for folder in folders)
+    assert all(
+        folder.name == "_flash_attn_fwd" and folder.parent.name.startswith("sm90-")
+        for folder in folders
+    )
     assert folders[0] != folders[1]
 
 
@@ -124,7 +138,12 @@ def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     events = []
     monkeypatch.setattr(preflight.launch, "num_gpus", lambda: 1)
     monkeypatch.setattr(preflight, "compile_ahead", lambda *kernel: events.append(kernel))
-    monkeypatch.setattr(preflight.validate, "check_inputs", lambda run: events.append("inputs") or 0)
+    monkeypatch.setattr(
+        preflight.validate, "check_inputs", lambda run: events.append("inputs") or 0
+    )
     config = preflight.resolve(None, [], run_dir=tmp_path / "run")
     preflight.validate_run(config, 1, hardware=find_hardware("H200"))
-    assert [event[0] if event != "inputs" else event for event in events] == ["H200-141GB", "inputs"]
+    assert [event[0] if event != "inputs" else event for event in events] == [
+        "H200-141GB",
+        "inputs",
+    ]

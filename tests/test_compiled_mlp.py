@@ -1,4 +1,5 @@
-"""Real torch.compile gives the same loss and gradients, with tiles of two lengths and FSDP2's shards."""
+"""Real torch.compile gives the same loss and gradients, with tiles of two lengths and FSDP2's
+shards."""
 
 import shutil
 
@@ -15,7 +16,8 @@ COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 
 
 def compiled_step():
-    """Return errors of loss and gradients against Hugging Face, graphs compiled after each step, and graph breaks."""
+    """Return errors of loss and gradients against Hugging Face, graphs compiled after each step,
+    and graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     torch._inductor.config.cpp.vec_isa_ok = False  # probing the compiler for it takes seconds
@@ -32,11 +34,18 @@ def compiled_step():
         ours = model(ids, labels=labels).loss
         ours.backward()
         graphs.append(counters["stats"]["unique_graphs"])
-    return relative(ours.detach(), loss.detach()), gradient_errors(model, plain), graphs, dict(counters["graph_break"])
+    return (
+        relative(ours.detach(), loss.detach()),
+        gradient_errors(model, plain),
+        graphs,
+        dict(counters["graph_break"]),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler on a CPU, and there is none")
+@pytest.mark.skipif(
+    COMPILER is None, reason="torch.compile needs a C++ compiler on a CPU, and there is none"
+)
 def test_a_compiled_mlp_gives_the_same_gradients(ranks):
     [(loss, errors, graphs, breaks)] = ranks.run(1, compiled_step)
     assert loss < 1e-12 and max(errors.values()) < 1e-10

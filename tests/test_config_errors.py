@@ -1,4 +1,5 @@
-"""The configuration refuses unknown names, wrong types and values out of range, with field, value and fix."""
+"""The configuration refuses unknown names, wrong types and values out of range, with field, value
+and fix."""
 
 import dataclasses
 import pathlib
@@ -47,7 +48,11 @@ BAD_OVERRIDES = [
     ("data.path=", "data.path=", "null"),
     ("data.path=''", "data.path=", "path or null"),
     ("data.validation_fraction=1", "data.validation_fraction=1", "less than 1"),
-    ("data.sources=[{path: a, wieght: 2}]", "data.sources.wieght=2", "did you mean data.sources.weight?"),
+    (
+        "data.sources=[{path: a, wieght: 2}]",
+        "data.sources.wieght=2",
+        "did you mean data.sources.weight?",
+    ),
     ("data.sources=[{path: a, weight: 0}]", "data.sources.weight=0", "more than 0"),
     ("data.sources=[{path: a}, {weight: 2}]", "data.sources={weight: 2}", "add one"),
     ("data.path=~nosuchuser/x", "data.path=~nosuchuser/x", "path or null"),
@@ -62,7 +67,11 @@ BAD_OVERRIDES = [
     ("model.dtype=fp8", "model.dtype=fp8", "bfloat16"),
     ("model.rope=yarn", "model.rope=yarn", "{theta: 8.0e6} or null"),
     ("model.rope={rope_theta: 5}", "model.rope.rope_theta=5", "did you mean model.rope.theta?"),
-    ("model.rope={type: dynamic}", "model.rope.type=dynamic", "default or linear or llama3 or yarn or longrope"),
+    (
+        "model.rope={type: dynamic}",
+        "model.rope.type=dynamic",
+        "default or linear or llama3 or yarn or longrope",
+    ),
     ("model.rope={factor: 0.5}", "model.rope.factor=0.5", "at least 1"),
     ("model.rope={type:yarn}", "model.rope={type:yarn}", "write {type: yarn}"),
     ("optim.betas=0.9", "optim.betas=0.9", "2 numbers"),
@@ -96,7 +105,8 @@ BAD_OVERRIDES = [
 
 def test_a_loss_may_be_set_by_its_type():
     assert load_config(overrides=["loss=dpo"]).loss.type == "dpo"
-    assert load_config(overrides=["loss.beta=0.3", "loss=dpo"]).loss.beta == 0.3  # each alone would be refused
+    # each alone would be refused
+    assert load_config(overrides=["loss.beta=0.3", "loss=dpo"]).loss.beta == 0.3
 
 
 @pytest.mark.parametrize("override, named, fix", BAD_OVERRIDES)
@@ -122,10 +132,22 @@ BAD_FILES = [
     ("5: {}\n", ["5 in"], "use one of model"),
     ("validation: {path: a}\n", ["validation", "run.yaml"], "did you mean data.validation_path or"),
     ("rope: {type: yarn}\n", ["rope", "run.yaml"], "did you mean model.rope?"),
-    ("model:\n  path: a\ndata:\n  path: b\nmodel: {}\n", ["run.yaml", "model", "line 1", "line 5"], "once"),
+    (
+        "model:\n  path: a\ndata:\n  path: b\nmodel: {}\n",
+        ["run.yaml", "model", "line 1", "line 5"],
+        "once",
+    ),
     ("train:\n  steps: 5\n  batch: 1\n  'steps': 6\n", ["steps", "line 2", "line 4"], "once"),
-    ("data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n", ["path", "line 4", "line 5"], "once"),
-    ("curriculum:\n- context: 64K\n  steps: 1\n  context: 8K\n", ["context", "line 2", "line 4"], "once"),
+    (
+        "data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n",
+        ["path", "line 4", "line 5"],
+        "once",
+    ),
+    (
+        "curriculum:\n- context: 64K\n  steps: 1\n  context: 8K\n",
+        ["context", "line 2", "line 4"],
+        "once",
+    ),
 ]
 
 
@@ -139,7 +161,9 @@ def test_bad_file_is_refused(content, named, fix, tmp_path):
 
 def test_a_key_may_override_a_merged_one(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("data: {sources: [&a {path: a, weight: 2}, &b {<<: *a, path: b}, {<<: *b, weight: 3}]}\n")
+    file.write_text(
+        "data: {sources: [&a {path: a, weight: 2}, &b {<<: *a, path: b}, {<<: *b, weight: 3}]}\n"
+    )
     assert [(str(source.path), source.weight) for source in load_config(file).data.sources] == [
         ("a", 2),
         ("b", 2),
@@ -155,7 +179,9 @@ def test_binary_file_is_refused(tmp_path):
 def test_later_settings_win(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  steps: 7\n  batch: 3\ndata:\n")
-    config = load_config(file, ["train.steps=9"], base={"train": {"steps": 5, "batch": 2, "seed": 1}})
+    config = load_config(
+        file, ["train.steps=9"], base={"train": {"steps": 5, "batch": 2, "seed": 1}}
+    )
     assert (config.train.steps, config.train.batch, config.train.seed) == (9, 3, 1)
     assert config.data == Config().data
 
@@ -197,7 +223,9 @@ def test_a_field_may_accept_strings_numbers_and_null():
 
 @pytest.mark.parametrize("base", [{}, CPU_DEFAULT, GPU_DEFAULT], ids=["plain", "cpu", "gpu"])
 def test_defaults_are_valid_and_survive_yaml(base, tmp_path):
-    config = load_config(overrides=["data.path=some/text.jsonl", "optim.betas=[0.8, 0.9]"], base=base)
+    config = load_config(
+        overrides=["data.path=some/text.jsonl", "optim.betas=[0.8, 0.9]"], base=base
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
 
@@ -218,17 +246,38 @@ def test_only_existing_paths_become_absolute(tmp_path, monkeypatch):
         {
             "model": {"path": "m"},
             "adapter": {"path": "m"},
-            "data": {"sources": sources, "tokenizer": "bytes", "text_field": "m", "chat_template": "m/a.txt"},
+            "data": {
+                "sources": sources,
+                "tokenizer": "bytes",
+                "text_field": "m",
+                "chat_template": "m/a.txt",
+            },
             "memory": {"disk_path": "m"},
             "evaluate": {"data": "m/a.txt"},
-            "curriculum": [{"context": 64, "steps": 3, "data": {"path": "m/a.txt", "tokenizer": "m"}}],
+            "curriculum": [
+                {"context": 64, "steps": 3, "data": {"path": "m/a.txt", "tokenizer": "m"}}
+            ],
         }
     )
-    tree, m = with_absolute_paths(to_dict(config)), str(tmp_path / "m")
-    assert [tree["model"]["path"], tree["adapter"]["path"], tree["memory"]["disk_path"]] == [m, m, m]
+    tree = with_absolute_paths(to_dict(config))
+    m = str(tmp_path / "m")
+    assert [tree["model"]["path"], tree["adapter"]["path"], tree["memory"]["disk_path"]] == [
+        m,
+        m,
+        m,
+    ]
     data = tree["data"]
-    assert (data["tokenizer"], data["text_field"], data["chat_template"]) == ("bytes", "m", f"{m}/a.txt")
-    assert [source["path"] for source in data["sources"]] == ["hf:/org/name", "org/name", f"{m}/*.txt", "/else/where"]
+    assert (data["tokenizer"], data["text_field"], data["chat_template"]) == (
+        "bytes",
+        "m",
+        f"{m}/a.txt",
+    )
+    assert [source["path"] for source in data["sources"]] == [
+        "hf:/org/name",
+        "org/name",
+        f"{m}/*.txt",
+        "/else/where",
+    ]
     assert tree["curriculum"][0]["data"] == {"path": f"{m}/a.txt", "tokenizer": m}
     assert tree["evaluate"]["data"] == f"{m}/a.txt" and with_absolute_paths(tree) == tree
     assert to_dict(parse_config(tree)) == tree
@@ -242,23 +291,34 @@ def test_names_stay_names_where_a_folder_has_them(tmp_path, monkeypatch):
     for template in BUILTIN_TEMPLATES:
         entry = {"context": 64, "steps": 3, "data": {"chat_template": template}}
         data = {"chat_template": template, "tokenizer": "bytes"}
-        config = parse_config({"data": data, "loss": {"type": "distill", "teacher": "data"}, "curriculum": [entry]})
+        config = parse_config(
+            {"data": data, "loss": {"type": "distill", "teacher": "data"}, "curriculum": [entry]}
+        )
         assert with_absolute_paths(to_dict(config)) == to_dict(config)
     moved = with_absolute_paths({"data": {"chat_template": "data", "tokenizer": "qwen3"}})
-    assert moved["data"] == {"chat_template": str(tmp_path / "data"), "tokenizer": str(tmp_path / "qwen3")}
+    assert moved["data"] == {
+        "chat_template": str(tmp_path / "data"),
+        "tokenizer": str(tmp_path / "qwen3"),
+    }
 
 
 def test_any_adapter_setting_enables_the_adapter(tmp_path):
     (tmp_path / "null.yaml").write_text("adapter:\n")
     assert load_config(tmp_path / "null.yaml").adapter is load_config().adapter is None
-    config = load_config(overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"])
-    assert config.adapter == AdapterConfig(16, 32.0, False, ("q_proj", "1.mlp.up_proj"), ("lm_head",))
+    config = load_config(
+        overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"]
+    )
+    assert config.adapter == AdapterConfig(
+        16, 32.0, False, ("q_proj", "1.mlp.up_proj"), ("lm_head",)
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_configs_built_in_python_are_checked_too():
-    assert_refused(lambda: dataclasses.replace(TrainConfig(), steps=0), "train.steps=0", fix="at least 1")
+    assert_refused(
+        lambda: dataclasses.replace(TrainConfig(), steps=0), "train.steps=0", fix="at least 1"
+    )
     assert_refused(lambda: ParallelConfig(cp=1.5), "parallel.cp=1.5", fix="integer")
 
 
@@ -282,7 +342,10 @@ def test_any_valid_value_survives_yaml(tile, keep, eps, field):
 
 def test_a_source_inherits_reading_options_from_data():
     config = load_config(
-        overrides=["data.text_field=body", "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]"]
+        overrides=[
+            "data.text_field=body",
+            "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]",
+        ]
     )
     assert [(s.text_field, s.weight) for s in config.data.all_sources()] == [("body", 2), ("t", 1)]
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
@@ -290,12 +353,18 @@ def test_a_source_inherits_reading_options_from_data():
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     overrides = ["data.path=c", "data.sources=[{path: a}]"]
     assert_refused(
-        lambda: load_config(overrides=overrides), "data.path=c", "data.sources", fix="make the path a source"
+        lambda: load_config(overrides=overrides),
+        "data.path=c",
+        "data.sources",
+        fix="make the path a source",
     )
 
 
 def test_formatted_mappings_omit_null():
-    assert format_value({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"
+    assert (
+        format_value({"type": None, "theta": 4e5, "deep": {"on": True}})
+        == "{theta: 400000.0, deep: {on: true}}"
+    )
 
 
 def test_one_key_of_a_nested_setting_may_be_set(tmp_path):
@@ -304,7 +373,10 @@ def test_one_key_of_a_nested_setting_may_be_set(tmp_path):
     file.write_text("data: {reasoning: {turns: last}}")
     reasoning = load_config(file, ["data.reasoning.loss=false"]).data.reasoning
     assert (reasoning.turns, reasoning.loss) == ("last", False)
-    for name, fix in (("data.reasoning.lose=false", "did you mean"), ("data.context.x=1", "integer")):
+    for name, fix in (
+        ("data.reasoning.lose=false", "did you mean"),
+        ("data.context.x=1", "integer"),
+    ):
         with pytest.raises(ValueError, match=fix):
             load_config(file, [name])
 
@@ -314,7 +386,11 @@ def test_names_of_other_trainers_lead_to_settings():
     for name, usual in USUAL_NAMES.items():
         section, _, key = usual.partition(".")
         assert key in SECTIONS[section].__dataclass_fields__, usual
-        assert not [other for other in SECTIONS.values() if name in other.__dataclass_fields__], name
+        assert not [other for other in SECTIONS.values() if name in other.__dataclass_fields__], (
+            name
+        )
     entry = {"context": 64, "steps": 3, "optim": {"learning_rate": 1e-4}}
-    error = assert_refused(lambda: parse_config({"curriculum": [entry]}), "curriculum.optim.learning_rate", fix="")
+    error = assert_refused(
+        lambda: parse_config({"curriculum": [entry]}), "curriculum.optim.learning_rate", fix=""
+    )
     assert error.endswith("did you mean curriculum.optim.lr?")

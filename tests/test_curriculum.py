@@ -1,4 +1,5 @@
-"""A curriculum trains several lengths in one run, each with its own plan, and resumes from any step."""
+"""A curriculum trains several lengths in one run, each with its own plan, and resumes from any
+step."""
 
 import dataclasses
 import json
@@ -21,7 +22,12 @@ from runs import bitwise_metrics, copy_run_at_step, metrics, saves_in_time, tiny
 ENTRIES = [
     {"context": 61, "steps": 3},
     {"context": 122, "steps": 3, "rope": {"theta": 5e4}, "data": {"documents": "together"}},
-    {"context": 90, "steps": 2, "data": {"path": "OTHER"}, "optim": {"lr": 5e-4, "warmup_steps": 1}},
+    {
+        "context": 90,
+        "steps": 2,
+        "data": {"path": "OTHER"},
+        "optim": {"lr": 5e-4, "warmup_steps": 1},
+    },
     {"context": 61, "steps": 2, "data": {"path": "FIRST"}},
 ]
 
@@ -47,7 +53,11 @@ def finished(tmp_path_factory):
     del tree["train"]["steps"], tree["data"]["context"], tree["train"]["run_dir"]
     tree["train"] |= {"save_every": 1, "keep_last": 20}
     (folder / "file.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run", folder / "file.yaml", train(folder / "file.yaml", "--run-dir", folder / "run")
+    return (
+        folder / "run",
+        folder / "file.yaml",
+        train(folder / "file.yaml", "--run-dir", folder / "run"),
+    )
 
 
 def test_one_command_trains_all_entries(finished):
@@ -70,7 +80,10 @@ def test_one_command_trains_all_entries(finished):
 
 def test_an_entry_continues_the_data_of_an_earlier_one(finished):
     """The last entry continues the data of the first two."""
-    states = [json.loads((finished[0] / f"checkpoints/step-{step:08d}/state.json").read_text()) for step in (6, 8, 9)]
+    states = [
+        json.loads((finished[0] / f"checkpoints/step-{step:08d}/state.json").read_text())
+        for step in (6, 8, 9)
+    ]
     before, other, after = (state["data"] for state in states)
     assert before["data"] == after["data"] != other["data"]
     assert after["sequences"] == before["sequences"] + 1 and other["sequences"] == 2
@@ -93,7 +106,9 @@ def test_resume_from_any_entry_repeats_every_number(finished, tmp_path, step):
 
 
 def test_a_finished_curriculum_offers_resume_auto(finished):
-    assert_command_refused(["train", "--resume", str(finished[0])], "curriculum", fix="--resume auto")
+    assert_command_refused(
+        ["train", "--resume", str(finished[0])], "curriculum", fix="--resume auto"
+    )
 
 
 ENTRY = {"context": 8, "steps": 1}
@@ -111,11 +126,31 @@ REFUSED = [
     ({"curriculum": {"context": 8}}, ["curriculum={context: 8}"], "a list"),
     ({"curriculum": [{"context": 8}]}, ["curriculum", "steps"], "add it"),
     ({"curriculum": [{**ENTRY, "steps": 0}]}, ["curriculum.steps=0"], "at least 1"),
-    ({"curriculum": [{"context": 8, "step": 1}]}, ["curriculum.step=1"], "did you mean curriculum.steps?"),
-    ({"curriculum": [{**ENTRY, "data": {"context": 9}}]}, ["curriculum.data.context"], "context of the entry"),
-    ({"curriculum": [{**ENTRY, "data": {"pth": 9}}]}, ["curriculum.data.pth=9"], "did you mean curriculum.data.path?"),
-    ({"curriculum": [{**ENTRY, "optim": {"lr": -1}}]}, ["curriculum[0]", "optim.lr=-1"], "at least 0"),
-    ({"curriculum": [{**ENTRY, "steps": 4, "optim": {"warmup_steps": 4}}]}, ["optim.warmup_steps=4"], "give more"),
+    (
+        {"curriculum": [{"context": 8, "step": 1}]},
+        ["curriculum.step=1"],
+        "did you mean curriculum.steps?",
+    ),
+    (
+        {"curriculum": [{**ENTRY, "data": {"context": 9}}]},
+        ["curriculum.data.context"],
+        "context of the entry",
+    ),
+    (
+        {"curriculum": [{**ENTRY, "data": {"pth": 9}}]},
+        ["curriculum.data.pth=9"],
+        "did you mean curriculum.data.path?",
+    ),
+    (
+        {"curriculum": [{**ENTRY, "optim": {"lr": -1}}]},
+        ["curriculum[0]", "optim.lr=-1"],
+        "at least 0",
+    ),
+    (
+        {"curriculum": [{**ENTRY, "steps": 4, "optim": {"warmup_steps": 4}}]},
+        ["optim.warmup_steps=4"],
+        "give more",
+    ),
 ]
 
 
@@ -135,12 +170,23 @@ def test_later_entries_are_checked_before_the_first_starts(finished, tmp_path):
 
 def test_each_entry_has_its_own_plan(tmp_path):
     curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
-    tree = {"model": {"embedded": "base"}, "memory": {"tile_tokens": 4096}, "curriculum": curriculum}
-    config, names = parse_config(tree), {"model.embedded", "memory.tile_tokens"}
+    tree = {
+        "model": {"embedded": "base"},
+        "memory": {"tile_tokens": 4096},
+        "curriculum": curriculum,
+    }
+    config = parse_config(tree)
+    names = {"model.embedded", "memory.tile_tokens"}
     hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
     plans = [plan_run(config.at(step), names, hardware)[1] for step in (0, 1)]
-    assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {4096}
+    assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {
+        4096
+    }
     (tmp_path / "config.yaml").write_text(curriculum_to_save(config, names, plans[0]))
-    assert load_config(tmp_path / "config.yaml") == config == parse_config(yaml.safe_load(to_yaml(config)))
+    assert (
+        load_config(tmp_path / "config.yaml")
+        == config
+        == parse_config(yaml.safe_load(to_yaml(config)))
+    )
     stored = explicit_settings(tmp_path / "config.yaml")
     assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)

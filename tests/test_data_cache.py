@@ -1,4 +1,5 @@
-"""One process tokenizes each document once per run; the others wait for its files, but not forever."""
+"""One process tokenizes each document once per run; the others wait for its files, but not
+forever."""
 
 import contextlib
 import dataclasses
@@ -20,7 +21,7 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.documents import read
 from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
-from ithaka.data.find import find_data
+from ithaka.data.held_out import find_data
 from ithaka.data.open import describe_data, open_data
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from ithaka.exits import TransientError
@@ -36,14 +37,22 @@ class CountingTokenizer(ByteTokenizer):
         self.log = log
 
     def encode_documents(self, texts, trained, starts):
-        lines = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
+        lines = [
+            json.dumps([os.getpid(), text]) + "\n"
+            for text in texts
+            if "quick brown fox" not in text
+        ]
         if lines:  # the sentence used for the fingerprint is not a document
             with self.log.open("a") as file:
                 file.writelines(lines)
         return super().encode_documents(texts, trained, starts)
 
     def recorded(self):
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return (
+            [json.loads(line) for line in self.log.read_text().splitlines()]
+            if self.log.exists()
+            else []
+        )
 
 
 @contextlib.contextmanager
@@ -67,7 +76,9 @@ def open_stream(data, folder, log="log", fills=True, **where):
     return open_data(data, tokenizer=tokenizer, seed=0, **where), tokenizer
 
 
-def test_two_epochs_validation_summary_and_a_resumed_run_tokenize_each_document_once(data, tmp_path):
+def test_two_epochs_validation_summary_and_a_resumed_run_tokenize_each_document_once(
+    data, tmp_path
+):
     stream, tokenizer = open_stream(data, tmp_path)
     describe_data(stream, 1)
     while stream.position.epoch < 2:
@@ -79,7 +90,8 @@ def test_two_epochs_validation_summary_and_a_resumed_run_tokenize_each_document_
     assert resumed.next_batch().input_ids.tolist() == batch
     texts = [text for _, text in tokenizer.recorded()]
     assert len(texts) == len(set(texts)) and set(texts) <= set(TEXTS[:60]) and len(texts) > 50
-    with mock.patch.object(cache, "CACHE_FORMAT", cache.CACHE_FORMAT + 1):  # a new format invalidates the cached tokens
+    # a new format invalidates the cached tokens
+    with mock.patch.object(cache, "CACHE_FORMAT", cache.CACHE_FORMAT + 1):
         resumed, newer = open_stream(data, tmp_path, log="newer")
         resumed.load_state_dict(state)
         assert resumed.next_batch().input_ids.tolist() == batch and newer.recorded()
@@ -96,17 +108,23 @@ def read_batches(data, folder):
 
 def test_one_rank_tokenizes_for_all_ranks_of_a_node(ranks, data, tmp_path):
     results = ranks.run(3, read_batches, data, tmp_path)
-    encoded = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").recorded() if text in TEXTS]
+    encoded = [
+        (pid, text) for pid, text in CountingTokenizer(tmp_path / "log").recorded() if text in TEXTS
+    ]
     assert {pid for pid, _ in encoded} == {results[0][0]}
     assert len(encoded) == len({text for _, text in encoded}) > 50
     alone, _ = open_stream(data, tmp_path / "alone", log="log2", accumulate=3)
     expected = [alone.next_batch().input_ids.tolist() for _ in range(120)]
-    assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
+    assert [
+        batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step
+    ] == expected
 
 
 def choose_fillers(folder):
-    """Choose the ranks that tokenize: two nodes that share a directory, two that do not, and one node of four ranks."""
-    rank, chosen = dist.get_rank(), []
+    """Choose the ranks that tokenize: two nodes that share a directory, two that do not, and one
+    node of four ranks."""
+    rank = dist.get_rank()
+    chosen = []
     with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}):
         for name in ("shared", f"node-{rank // 2}"):
             (folder / name).mkdir(exist_ok=True)
@@ -118,8 +136,16 @@ def choose_fillers(folder):
 
 def test_one_rank_tokenizes_for_all_nodes_that_share_a_directory(ranks, tmp_path):
     chosen = list(zip(*ranks.run(4, choose_fillers, tmp_path), strict=True))
-    assert chosen == [(True, False, False, False), (True, False, True, False), (True, False, False, False)]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name in ("tokens", "one-node")]
+    assert chosen == [
+        (True, False, False, False),
+        (True, False, True, False),
+        (True, False, False, False),
+    ]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() or path.name in ("tokens", "one-node")
+    ]
 
 
 def test_only_documents_needed_soon_are_tokenized(data, tmp_path):
@@ -142,7 +168,9 @@ def test_unreadable_data_is_refused_on_waiting_ranks_too(data, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + (tmp_path / "a.jsonl").read_text())
     for fills in (True, False):
         stream, _ = open_stream(data, tmp_path, fills=fills)
-        with pytest.raises(ConfigError, match=r"a.jsonl line \d+: .*data.text_field=text.*fields are id, body"):
+        with pytest.raises(
+            ConfigError, match=r"a.jsonl line \d+: .*data.text_field=text.*fields are id, body"
+        ):
             stream.next_batch()
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
     stream, _ = open_stream(data, tmp_path)
@@ -180,15 +208,20 @@ def test_changed_files_and_other_tokenizers_are_tokenized_again(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a b")
     assert tokens(ByteTokenizer()) == [97, 32, 98, 257]
-    assert tokens(Tokenizer(word_tokenizer())) == [3, 4, 2] and tokens(Tokenizer(word_tokenizer(True))) == [1, 3, 4, 2]
+    assert tokens(Tokenizer(word_tokenizer())) == [3, 4, 2] and tokens(
+        Tokenizer(word_tokenizer(True))
+    ) == [1, 3, 4, 2]
     path.write_text("b a")
     os.utime(path, ns=(1, 1))
     assert tokens(ByteTokenizer()) == [98, 32, 97, 257]
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
 
 
-def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(data, tmp_path, monkeypatch):
-    """rsync without -t and pip change modification times; the copy may also be in another directory."""
+def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(
+    data, tmp_path, monkeypatch
+):
+    """rsync without -t and pip change modification times; the copy may also be in another
+    directory."""
     found = pickle.loads(pickle.dumps(find_data(data)))
     stream, _ = open_stream(data, tmp_path, found=found)
     batch = stream.next_batch().input_ids.tolist()
@@ -214,7 +247,11 @@ def ask_once(folder):
 def test_rank_0_finds_the_data_for_all(ranks, tmp_path):
     write_jsonl(tmp_path / "0.jsonl", TEXTS[:5])
     for rank, (number, label, error, asked) in enumerate(ranks.run(2, ask_once, tmp_path)):
-        assert asked == [0] * (rank == 0) and number == 0 and label == f"data.path={tmp_path / '0.jsonl'}"
+        assert (
+            asked == [0] * (rank == 0)
+            and number == 0
+            and label == f"data.path={tmp_path / '0.jsonl'}"
+        )
         assert error.startswith(f"data.path={tmp_path / 'nowhere'} does not exist")
 
 
@@ -222,12 +259,16 @@ def test_few_metadata_calls_are_made_while_one_rank_tokenizes(data, tmp_path, mo
     calls = Counter()
 
     def count(name, function):
-        return lambda *arguments, **options: (calls.update([name]), function(*arguments, **options))[1]
+        return lambda *arguments, **options: (
+            calls.update([name]),
+            function(*arguments, **options),
+        )[1]
 
     monkeypatch.setattr(os, "utime", count("utime", os.utime))
     monkeypatch.setattr(cache, "PROGRESS_S", 1e9)  # however slow this machine is
     stream, _ = open_stream(data, tmp_path)
     stream.next_batch()
+    stream.cache.close()  # waits for the shard that the background thread is writing
     assert 0 < calls["utime"] <= len(list((tmp_path / "run" / "tokens").glob("*.tokens")))
     monkeypatch.setattr(cache, "TIMEOUT_S", 100.0)
     waits = []
@@ -255,10 +296,18 @@ def test_tokens_of_streamed_data_are_evicted_and_epochs_repeat(data, tmp_path, m
     waiting, _ = open_stream(data, tmp_path, fills=False)
     num_files = []
     for batch in expected:
-        assert stream.next_batch().input_ids.tolist() == waiting.next_batch().input_ids.tolist() == batch
+        assert (
+            stream.next_batch().input_ids.tolist()
+            == waiting.next_batch().input_ids.tolist()
+            == batch
+        )
         num_files.append(len(list((tmp_path / "run" / "tokens").glob("*.tokens"))))
     num_shards = len(stream.stream.sources[0].shards)
-    assert max(num_files) < num_shards == len(list((tmp_path / "kept" / "run" / "tokens").glob("*.tokens")))
+    assert (
+        max(num_files)
+        < num_shards
+        == len(list((tmp_path / "kept" / "run" / "tokens").glob("*.tokens")))
+    )
     texts = Counter(text for _, text in tokenizer.recorded())
     assert len(texts) == 60 and max(texts.values()) > 1
 

@@ -1,4 +1,5 @@
-"""User mistakes in data raise ConfigError with field, value and fix, in `check_data` where possible."""
+"""User mistakes in data raise ConfigError with field, value and fix, in `check_data` where
+possible."""
 
 import io
 import json
@@ -23,7 +24,9 @@ def refuse(path, *named, fix, vocab_size=264, **settings):
 
 
 def test_missing_paths_are_refused(tmp_path):
-    missing, pattern, text = tmp_path / "nowhere.txt", tmp_path / "*.jsonl", tmp_path / "a.txt"
+    missing = tmp_path / "nowhere.txt"
+    pattern = tmp_path / "*.jsonl"
+    text = tmp_path / "a.txt"
     refuse(missing, f"data.path={missing}", fix="a file")
     refuse(pattern, f"data.path={pattern}", fix="a file")
     text.write_text("some text\nin lines\n")
@@ -32,38 +35,77 @@ def test_missing_paths_are_refused(tmp_path):
 
 def test_empty_data_is_refused(tmp_path):
     refuse(tmp_path, f"data.path={tmp_path}", "no files", fix="UTF-8 text, JSONL")
-    empty, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    empty = tmp_path / "a.txt"
+    rows = tmp_path / "b.jsonl"
     empty.write_text("")
     refuse(empty, f"data.path={empty}", "empty", fix="UTF-8 text, JSONL")
     rows.write_text('{"text": ""}\n\n')
     refuse(rows, f"data.path={rows}", "train", fix="add documents", validation_fraction=0)
     rows.write_text('{"text": "one row only"}\n')
-    refuse(rows, f"data.validation_path={empty}", "empty", fix="UTF-8 text, JSONL", validation_path=empty)
+    refuse(
+        rows,
+        f"data.validation_path={empty}",
+        "empty",
+        fix="UTF-8 text, JSONL",
+        validation_path=empty,
+    )
     rows.write_text('{"text": ""}\n{"text": "b"}\n')
     refuse(rows, "data.validation_fraction=0.02", "validate", fix="set it to 0")
 
 
 CHATML = {"chat_template": Path("chatml")}
-ONLY_RECORDS = [  # a valid record, what makes it bad, the settings to read it, and what the message names
-    ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-     {"messages": [{"role": "robot", "content": "Hi"}]}, CHATML,
-     "message 1 has role robot", "use system, user"),
-    ({"messages": [{"role": "assistant", "content": "Ho"}]},
-     {"messages": [{"role": "assistant", "content": 5}]}, CHATML,
-     "message 1 has content other than text", "remove it"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
-     {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     CHATML, "message 1 calls a tool with arguments that are not JSON", "fix them"),
+# a valid record, what makes it bad, the settings to read it, and what the message names
+ONLY_RECORDS = [
+    (
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+        {"messages": [{"role": "robot", "content": "Hi"}]},
+        CHATML,
+        "message 1 has role robot",
+        "use system, user",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "Ho"}]},
+        {"messages": [{"role": "assistant", "content": 5}]},
+        CHATML,
+        "message 1 has content other than text",
+        "remove it",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+                }
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+            ]
+        },
+        CHATML,
+        "message 1 calls a tool with arguments that are not JSON",
+        "fix them",
+    ),
     ({"text": "some text"}, {"text": 3}, {}, "data.text_field=text is int", "a field of text"),
-    ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"rejected": " "}, {"train_on": "pairs"},
-     "rejected is empty", "write an answer"),
-]  # fmt: skip
+    (
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"rejected": " "},
+        {"train_on": "pairs"},
+        "rejected is empty",
+        "write an answer",
+    ),
+]
 
 
 @pytest.mark.parametrize("record, change, settings, problem, fix", ONLY_RECORDS)
-def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(tmp_path, record, change, settings, problem, fix):
+def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(
+    tmp_path, record, change, settings, problem, fix
+):
     """It is not held out for validation."""
-    folder, array = tmp_path / "folder", tmp_path / "a.json"
+    folder = tmp_path / "folder"
+    array = tmp_path / "a.json"
     folder.mkdir()
     lines = folder / "a.jsonl"
     lines.write_text(json.dumps(record))
@@ -74,7 +116,11 @@ def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(tmp_path, re
         assert open_with_cache(data).validation is None
     lines.write_text("\n" + json.dumps(record | change))
     array.write_text(json.dumps([record | change]))
-    for path, location in ((lines, "a.jsonl line 2"), (folder, "a.jsonl line 2"), (array, "a.json record 1")):
+    for path, location in (
+        (lines, "a.jsonl line 2"),
+        (folder, "a.jsonl line 2"),
+        (array, "a.json record 1"),
+    ):
         refuse(path, location, problem, fix=fix, **settings)
 
 
@@ -82,11 +128,17 @@ def test_the_only_record_of_a_source_is_trained_on(tmp_path):
     for name, count in (("one", 1), ("three", 3)):
         lines = [json.dumps({"text": f"some text {i}"}) + "\n" for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    data = DataConfig(sources=[{"path": tmp_path / f"{name}.jsonl"} for name in ("one", "three")], context=5)
+    data = DataConfig(
+        sources=[{"path": tmp_path / f"{name}.jsonl"} for name in ("one", "three")], context=5
+    )
     check_data(data, 264)
     opened = open_with_cache(data)
-    assert {source for each in opened.validation_sequences(9) for source in each.sources.tolist()} == {1}
-    assert {source for _ in range(9) for source in opened.stream.next_sequence().sources.tolist()} == {0, 1}
+    assert {
+        source for each in opened.validation_sequences(9) for source in each.sources.tolist()
+    } == {1}
+    assert {
+        source for _ in range(9) for source in opened.stream.next_sequence().sources.tolist()
+    } == {0, 1}
 
 
 def test_a_text_alone_is_trained_on(tmp_path):
@@ -99,7 +151,8 @@ def test_a_text_alone_is_trained_on(tmp_path):
 
 
 def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
-    path, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    path = tmp_path / "a.jsonl"
+    table = tmp_path / "a.parquet"
     path.write_text('{"text": "x"}\n\n{"body": "y", "id": 1}\n')
     refuse(path, "a.jsonl line 3", "data.text_field=text", fix="body, id")
     refuse(path, "a.jsonl line 1", "data.text_field=content", fix="text", text_field="content")
@@ -110,11 +163,14 @@ def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), table)
     refuse(table, "a.parquet", "data.text_field=text", fix="body, n")
     settings = {"text_field": "n", "validation_fraction": 0}
-    refuse(table, "row group 0 row 0", "data.text_field=n", "int", fix="a field of text", **settings)
+    refuse(
+        table, "row group 0 row 0", "data.text_field=n", "int", fix="a field of text", **settings
+    )
 
 
 def test_duplicate_keys_are_refused(tmp_path):
-    lines, array = tmp_path / "a.jsonl", tmp_path / "a.json"
+    lines = tmp_path / "a.jsonl"
+    array = tmp_path / "a.json"
     lines.write_text('{"text": "x"}\n{"text": "y", "text": "z"}\n')
     refuse(lines, "a.jsonl line 2", '"text" occurs twice', fix="keep one")
     array.write_text('[{"text": "x"}, {"text": "y", "meta": {"id": 1, "id": 2}}]')
@@ -124,12 +180,18 @@ def test_duplicate_keys_are_refused(tmp_path):
 def test_equal_answers_of_a_pair_are_refused(tmp_path):
     pairs = tmp_path / "a.jsonl"
     good = {"prompt": "Why?", "chosen": " Because.", "rejected": " No."}
-    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in (good, good | {"rejected": " Because."})))
-    refuse(pairs, "a.jsonl line 2", "chosen equals rejected", fix="drop the record", train_on="pairs")
+    pairs.write_text(
+        "".join(json.dumps(pair) + "\n" for pair in (good, good | {"rejected": " Because."}))
+    )
+    refuse(
+        pairs, "a.jsonl line 2", "chosen equals rejected", fix="drop the record", train_on="pairs"
+    )
 
 
 def test_broken_rows_are_refused_by_line(tmp_path, monkeypatch):
-    path, table, broken = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "b.parquet"
+    path = tmp_path / "a.jsonl"
+    table = tmp_path / "a.parquet"
+    broken = tmp_path / "b.parquet"
     path.write_text('{"text": "x"}\n{"text": \n')
     refuse(path, "a.jsonl line 2", "JSON", fix="one JSON object per line")
     path.write_text('["text"]\n')
@@ -140,22 +202,71 @@ def test_broken_rows_are_refused_by_line(tmp_path, monkeypatch):
     refuse(broken, "b.parquet", "Parquet", fix="write it again")
     monkeypatch.setattr(read, "open_file", lambda path: io.BytesIO(b"not parquet at all"))
     streamed = read.File(Path("hf:/datasets/org/name@commit/c.parquet"), "parquet")
-    assert_refused(lambda: read.make_shards([streamed], DataConfig()), "c.parquet", "Parquet", fix="write it again")
+    assert_refused(
+        lambda: read.make_shards([streamed], DataConfig()),
+        "c.parquet",
+        "Parquet",
+        fix="write it again",
+    )
 
 
 BAD_RECORDS = [  # after a valid record: the settings to read it, and what the message names
     ({"text": ["x"]}, {}, "data.text_field=text is list", "a field of text"),
     ({"input_ids": [[1], [2, 3]]}, {}, "input_ids is not a list of integers", "write integers"),
-    ({"instruction": ["Say"], "output": "x"}, CHATML, "instruction or input is not text", "fix them"),
-    ({"instruction": "Say", "output": "x", "history": [["one"]]}, CHATML, "history is not a list of pairs", "fix them"),
-    ({"instruction": "Say", "output": "x", "history": 7}, CHATML, "history is not a list of pairs", "fix them"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, CHATML,
-     "message 1 has a part of type text without text", "remove the part"),
-    *(({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]},
-       CHATML, "message 1 has tool_calls that are not a list of", "fix them") for arguments in ("5", '"{}"', [1])),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]},
-     CHATML, "message 1 calls a tool with arguments that are not JSON", "fix them"),
-]  # fmt: skip
+    (
+        {"instruction": ["Say"], "output": "x"},
+        CHATML,
+        "instruction or input is not text",
+        "fix them",
+    ),
+    (
+        {"instruction": "Say", "output": "x", "history": [["one"]]},
+        CHATML,
+        "history is not a list of pairs",
+        "fix them",
+    ),
+    (
+        {"instruction": "Say", "output": "x", "history": 7},
+        CHATML,
+        "history is not a list of pairs",
+        "fix them",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "text"}]}]},
+        CHATML,
+        "message 1 has a part of type text without text",
+        "remove the part",
+    ),
+    *(
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+                    }
+                ]
+            },
+            CHATML,
+            "message 1 has tool_calls that are not a list of",
+            "fix them",
+        )
+        for arguments in ("5", '"{}"', [1])
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}],
+                }
+            ]
+        },
+        CHATML,
+        "message 1 calls a tool with arguments that are not JSON",
+        "fix them",
+    ),
+]
 
 
 @pytest.mark.parametrize("record, settings, problem, fix", BAD_RECORDS)
@@ -166,7 +277,8 @@ def test_a_bad_record_is_refused_by_line(tmp_path, record, settings, problem, fi
 
 def test_json_nested_too_deeply_is_refused(tmp_path):
     nested = f'{{"text": {"[" * 10**5}{"]" * 10**5}}}'
-    lines, array = tmp_path / "a.jsonl", tmp_path / "a.json"
+    lines = tmp_path / "a.jsonl"
+    array = tmp_path / "a.json"
     lines.write_text(f'{{"text": "x"}}\n{nested}\n')
     refuse(lines, "a.jsonl line 2", "recursion", fix="one JSON object per line")
     array.write_text(f"[{nested}]")
@@ -174,7 +286,8 @@ def test_json_nested_too_deeply_is_refused(tmp_path):
 
 
 def test_what_is_not_a_file_is_named(tmp_path):
-    pipe, link = tmp_path / "pipe", tmp_path / "link.txt"
+    pipe = tmp_path / "pipe"
+    link = tmp_path / "link.txt"
     os.mkfifo(pipe)
     link.symlink_to("gone")
     for path in (pipe, link, Path("/dev/zero")):
@@ -202,7 +315,13 @@ def test_an_empty_chat_template_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
     (tmp_path / "chat.jinja").write_text("\n")
     template = tmp_path / "chat.jinja"
-    refuse(tmp_path / "a.jsonl", f"data.chat_template={template}", "empty", fix="built-in", chat_template=template)
+    refuse(
+        tmp_path / "a.jsonl",
+        f"data.chat_template={template}",
+        "empty",
+        fix="built-in",
+        chat_template=template,
+    )
 
 
 def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
@@ -223,7 +342,9 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
 
 def test_text_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\nso far \xff")
-    refuse(tmp_path / "a.txt", f"data.path={tmp_path / 'a.txt'}", "not UTF-8", fix="UTF-8 text, JSONL,")
+    refuse(
+        tmp_path / "a.txt", f"data.path={tmp_path / 'a.txt'}", "not UTF-8", fix="UTF-8 text, JSONL,"
+    )
     (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
     refuse(tmp_path / "a.jsonl.gz", "a.jsonl.gz", "not UTF-8", fix="JSONL")
     (tmp_path / "a.npy").write_bytes(b"tokens")

@@ -16,7 +16,14 @@ from ithaka.data import stream as data_stream
 from ithaka.data.documents import files
 from ithaka.data.open import check_data, describe_data, epoch_steps
 from runs import MODEL
-from test_data_sources import TEXTS, documents_of, encode_texts, open_with_cache, write_jsonl, write_parquet
+from test_data_sources import (
+    TEXTS,
+    documents_of,
+    encode_texts,
+    open_with_cache,
+    write_jsonl,
+    write_parquet,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -34,9 +41,11 @@ def dataset_of(texts, **columns):
 def save_dataset(path, splits=None, texts=TEXTS[:30]):
     datasets = pytest.importorskip("datasets")
     data = dataset_of(texts, id=list(range(len(texts))))
-    (datasets.DatasetDict({name: data.select(rows) for name, rows in splits.items()}) if splits else data).save_to_disk(
-        str(path)
-    )
+    (
+        datasets.DatasetDict({name: data.select(rows) for name, rows in splits.items()})
+        if splits
+        else data
+    ).save_to_disk(str(path))
     return path
 
 
@@ -53,16 +62,25 @@ def test_a_folder_saved_by_datasets_gives_its_records_but_not_its_metadata(tmp_p
     # Files that `map` leaves in the folder are not part of the dataset.
     (path / "cache-1234.arrow").write_bytes((path / "data-00000-of-00001.arrow").read_bytes())
     assert documents_of(path) == encode_texts(TEXTS[:30])
-    assert_refused(path / "data-00000-of-00001.arrow", r"cannot be read \(.arrow .*\); .* datasets.save_to_disk")
+    assert_refused(
+        path / "data-00000-of-00001.arrow",
+        r"cannot be read \(.arrow .*\); .* datasets.save_to_disk",
+    )
     assert_refused(tmp_path, r"/data/.*\.arrow; .*folder datasets.save_to_disk wrote")
     assert_refused(
-        path, r"data has no field data.text_field=body; its fields are text, id; set data.text_field", text_field="body"
+        path,
+        r"data has no field data.text_field=body; its fields are text, id; set data.text_field",
+        text_field="body",
     )
-    assert_refused(path, r"data record \d: data.text_field=id is int, not a string", text_field="id")
+    assert_refused(
+        path, r"data record \d: data.text_field=id is int, not a string", text_field="id"
+    )
 
 
 def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path):
-    path = save_dataset(tmp_path / "dict", {"train": range(20), "validation": range(20, 23), "test": range(23, 30)})
+    path = save_dataset(
+        tmp_path / "dict", {"train": range(20), "validation": range(20, 23), "test": range(23, 30)}
+    )
     data = open_with_cache(DataConfig(path=path, context=8192))
     text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
     assert all(t in text for t in encode_texts(TEXTS[:20])) and b"document 20" not in text
@@ -76,7 +94,9 @@ def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path
 def test_null_rows_in_arrow_files_are_refused_by_number(tmp_path):
     dataset_of(["a", None, "c"]).save_to_disk(str(tmp_path / "data"))
     assert_refused(
-        tmp_path / "data", r"data record 2: data.text_field=text is null, not a string", validation_fraction=0
+        tmp_path / "data",
+        r"data record 2: data.text_field=text is null, not a string",
+        validation_fraction=0,
     )
 
 
@@ -85,7 +105,9 @@ def test_json_lists_of_records_are_read(tmp_path, layout):
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS[:20]], **layout))
     assert documents_of(tmp_path / "a.json") == documents_of(tmp_path) == encode_texts(TEXTS[:20])
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}, {"text": 3}], **layout))
-    assert_refused(tmp_path / "a.json", "a.json record 2: data.text_field=text is int, not a string")
+    assert_refused(
+        tmp_path / "a.json", "a.json record 2: data.text_field=text is int, not a string"
+    )
     (tmp_path / "a.json").write_text('[{"text": "x"}, ')
     assert_refused(tmp_path / "a.json", "a.json is not JSON .*; repair it, or write it as JSONL")
 
@@ -96,10 +118,19 @@ def test_json_with_one_record_per_line_is_read(tmp_path):
 
 
 def test_one_json_object_is_refused_as_a_path_and_read_as_a_source(tmp_path):
-    write(tmp_path, package_dot_json='{\n  "name": "x"\n}\n', main_dot_py="print()\n", rows_dot_json='[{"a": 1}]')
-    assert_refused(tmp_path / "package.json", "package.json line 1: not JSON .*one JSON object per line")
+    write(
+        tmp_path,
+        package_dot_json='{\n  "name": "x"\n}\n',
+        main_dot_py="print()\n",
+        rows_dot_json='[{"a": 1}]',
+    )
+    assert_refused(
+        tmp_path / "package.json", "package.json line 1: not JSON .*one JSON object per line"
+    )
     assert len(documents_of(tmp_path)) == 3
-    (tmp_path / "a.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    (tmp_path / "a.jsonl").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+    )
     assert_refused(tmp_path / "a.jsonl", "a.jsonl line 1: .*Git LFS pointer; run `git lfs pull`")
 
 
@@ -131,10 +162,17 @@ def test_a_folder_of_records_is_read_completely_or_refused(tmp_path):
     found = files.find_files(tmp_path)
     assert [file.path.name for file in found.files] == ["a.jsonl"]
     assert sorted(found.ignored) == [
-        "README.md (not records)", "b.jsonl (empty)", "dataset_info.json (not records)",
+        "README.md (not records)",
+        "b.jsonl (empty)",
+        "dataset_info.json (not records)",
         "x.lock (.lock is not supported)",
-    ]  # fmt: skip
-    for name, content in {"c.csv": b"a,b", "c.gz": b"\x1f\x8b", "c.txt": b"text", "c.png": b"\x89PNG\0"}.items():
+    ]
+    for name, content in {
+        "c.csv": b"a,b",
+        "c.gz": b"\x1f\x8b",
+        "c.txt": b"text",
+        "c.png": b"\x89PNG\0",
+    }.items():
         (tmp_path / name).write_bytes(content)
         assert_refused(tmp_path, rf"\(a.jsonl\) and {name}.*glob, such as .*/\*\*/\*\.jsonl")
         (tmp_path / name).unlink()
@@ -146,7 +184,9 @@ def test_a_folder_of_sources_reports_skipped_files(tmp_path):
     data = DataConfig(path=tmp_path, context=8, validation_fraction=0)
     opened = open_with_cache(data)
     left_out = describe_data(opened, 10)["left out"]
-    assert left_out == "3 files: b.csv (.csv is not supported), c.png (not UTF-8 text), d.txt (empty)"
+    assert (
+        left_out == "3 files: b.csv (.csv is not supported), c.png (not UTF-8 text), d.txt (empty)"
+    )
     (tmp_path / "a.py").unlink()
     assert_refused(tmp_path, r"contains b.csv .*, c.png .*, d.txt \(empty\); .*UTF-8 text, JSONL")
     assert_refused(tmp_path / "b.csv", r"b.csv cannot be read \(.csv .*\); .*UTF-8 text")
@@ -156,20 +196,27 @@ def test_text_that_is_broken_far_into_a_file_is_refused_by_name(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "late.txt").write_bytes(b"a\n" * (1 << 19) + b"\xff")
     assert_refused(
-        tmp_path, r"late.txt is not UTF-8 text at byte 1048576; convert it, or leave it out", validation_fraction=0
+        tmp_path,
+        r"late.txt is not UTF-8 text at byte 1048576; convert it, or leave it out",
+        validation_fraction=0,
     )
 
 
 def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
     data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
-    opened, even = open_with_cache(data), dataclasses.replace(data, context=9)
+    opened = open_with_cache(data)
+    even = dataclasses.replace(data, context=9)
     lines = describe_data(opened, 10)
     assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 4 sequences"
-    assert lines["unlabelled"] == "left out 1 of 5 sequences: no token to train on"  # the one with the last two tokens
+    # the one with the last two tokens
+    assert lines["unlabelled"] == "left out 1 of 5 sequences: no token to train on"
     assert lines["packing"].startswith("100.0% of each")
     assert "unlabelled" not in describe_data(open_with_cache(even), 10)
-    assert lines["epochs"] == "2.5 (10 sequences in total)" and lines["skipped"] == "1 document: 1 empty"
+    assert (
+        lines["epochs"] == "2.5 (10 sequences in total)"
+        and lines["skipped"] == "1 document: 1 empty"
+    )
     assert lines["validation"] == "none, data.validation_fraction=0"
     assert epoch_steps(opened, 1, 1) == 4 and epoch_steps(open_with_cache(even), 1, 1) == 2
     longer = open_with_cache(dataclasses.replace(data, context=64))
@@ -177,7 +224,8 @@ def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]
     assert first_tokens in ("".join(expected), "".join(reversed(expected)))
     opened.next_batch()
-    assert describe_data(opened, 10)["first tokens"] != lines["first tokens"]  # a resumed run shows its position
+    # a resumed run shows its position
+    assert describe_data(opened, 10)["first tokens"] != lines["first tokens"]
 
 
 def test_only_the_first_part_of_large_data_is_counted(tmp_path, monkeypatch):
@@ -186,9 +234,9 @@ def test_only_the_first_part_of_large_data_is_counted(tmp_path, monkeypatch):
     opened = open_with_cache(DataConfig(path=path, context=8, validation_fraction=0))
     lines = describe_data(opened, 100)
     assert lines["data"].endswith("MB, about 200 documents, 1,600 tokens, about 200 sequences")
-    assert lines["epochs"] == "about 0.5 (100 sequences in total)" and lines["first tokens"].startswith(
-        "1234567<|eos|>"
-    )
+    assert lines["epochs"] == "about 0.5 (100 sequences in total)" and lines[
+        "first tokens"
+    ].startswith("1234567<|eos|>")
 
 
 def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
@@ -199,27 +247,39 @@ def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    assert_refused("hf://nobody/nothing", r"data.path=hf://nobody/nothing cannot be loaded .* \(OSError: no network\)")
+    assert_refused(
+        "hf://nobody/nothing",
+        r"data.path=hf://nobody/nothing cannot be loaded .* \(OSError: no network\)",
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    assert_refused("data/nothing", r"data.path=data/nothing does not exist; .* data.path=hf://org/name")
+    assert_refused(
+        "data/nothing", r"data.path=data/nothing does not exist; .* data.path=hf://org/name"
+    )
 
 
 def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "open_dataset", lambda path: pytest.fail(f"{path} was opened"))
     monkeypatch.chdir(tmp_path)
-    assert_refused("trace/agents", r"data.path=trace/agents does not exist; .* or data.path=hf://trace/agents for a")
-    assert_refused("nobody/nothing", r"data.path=nobody/nothing does not exist", validation_path="x/y")
+    assert_refused(
+        "trace/agents",
+        r"data.path=trace/agents does not exist; .* or data.path=hf://trace/agents for a",
+    )
+    assert_refused(
+        "nobody/nothing", r"data.path=nobody/nothing does not exist", validation_path="x/y"
+    )
 
 
 def test_hub_names_are_read_with_datasets(monkeypatch):
-    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    datasets = pytest.importorskip("datasets")
+    hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
     requests = []
 
     class Builder:
-        config = SimpleNamespace(data_files={"train": ["https://elsewhere.org/texts.parquet"]})  # not in the repository
+        # not in the repository
+        config = SimpleNamespace(data_files={"train": ["https://elsewhere.org/texts.parquet"]})
         cache_dir = Path(__file__).parent
 
         def __init__(self, *names, **revision):
@@ -239,10 +299,14 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
         config = {"path": path, "context": 4096, "validation_fraction": 0.02 * validation}
         data = open_with_cache(parse_config({"data": config}).data)
         text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
-        assert all(t in text for t in encode_texts(texts)) and len(data.validation_sequences(5)) == validation
+        assert (
+            all(t in text for t in encode_texts(texts))
+            and len(data.validation_sequences(5)) == validation
+        )
     assert {*requests} == {("someone/texts", None, None), ("someone/texts", "en", "v2")}
     assert_refused(
-        "hf://someone/texts:en/tset", r"hf://someone/texts:en has no split tset, .*; use hf://someone/texts:en/train"
+        "hf://someone/texts:en/tset",
+        r"hf://someone/texts:en has no split tset, .*; use hf://someone/texts:en/train",
     )
 
 
@@ -254,7 +318,12 @@ def test_a_run_does_not_need_datasets(tmp_path):
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     write_parquet(tmp_path / "a.parquet", TEXTS)
-    sets = {"model.path": "config.json", "data.path": "a.parquet", "data.tokenizer": "bytes", "data.context": 32}
+    sets = {
+        "model.path": "config.json",
+        "data.path": "a.parquet",
+        "data.tokenizer": "bytes",
+        "data.context": 32,
+    }
     sets |= {"train.steps": 1, "train.validate_every": 0, "parallel.ranks": 1}
     changes = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     command = [sys.executable, "-m", "ithaka", "train", *changes, "--run-dir", "run"]
@@ -276,6 +345,10 @@ def test_a_folder_that_needs_datasets_is_refused(tmp_path, monkeypatch):
 
 def test_datasets_is_imported_in_one_place_and_only_when_needed():
     package = Path(files.__file__).parents[1]
-    lines = [(path, line) for path in package.rglob("*.py") for line in path.read_text().splitlines()]
-    imports = [(path.name, line) for path, line in lines if re.match(r"\s*(import|from) datasets\b", line)]
+    lines = [
+        (path, line) for path in package.rglob("*.py") for line in path.read_text().splitlines()
+    ]
+    imports = [
+        (path.name, line) for path, line in lines if re.match(r"\s*(import|from) datasets\b", line)
+    ]
     assert imports == [("files.py", "    import datasets")]

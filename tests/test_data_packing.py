@@ -1,4 +1,5 @@
-"""Packed sequences keep document boundaries: documents stay intact if they fit, and no label is lost or crosses."""
+"""Packed sequences keep document boundaries: documents stay intact if they fit, and no label is
+lost or crosses."""
 
 import dataclasses
 import itertools
@@ -31,7 +32,8 @@ from ithaka.data.pack import (
     permutation,
     split_long,
 )
-from ithaka.data.stream import SequenceStream, Source
+from ithaka.data.source import Source, SourcePosition
+from ithaka.data.stream import SequenceStream
 from test_data_sources import open_with_cache, write_jsonl
 
 PAD = 9999
@@ -47,7 +49,9 @@ class ListShard:
 
     def load(self):
         tokens = [token for document in self.documents for token in document]
-        return Documents(np.asarray(tokens, np.int32), np.asarray([*map(len, self.documents)], np.int64))
+        return Documents(
+            np.asarray(tokens, np.int32), np.asarray([*map(len, self.documents)], np.int64)
+        )
 
 
 class NoCache:
@@ -59,7 +63,9 @@ class NoCache:
 
 
 def make_stream(shards, context, seed=None, **settings):
-    return SequenceStream([Source("a", 1, shards, NoCache(), None if seed is None else (seed,))], context, **settings)
+    return SequenceStream(
+        [Source("a", 1, shards, NoCache(), None if seed is None else (seed,))], context, **settings
+    )
 
 
 @st.composite
@@ -85,12 +91,18 @@ def has_labels(shards):
 
 def pieces_of(documents, context):
     """Cut documents as long_documents=split does."""
-    return [document[i : i + context] for document in documents for i in range(0, len(document), context)]
+    return [
+        document[i : i + context]
+        for document in documents
+        for i in range(0, len(document), context)
+    ]
 
 
 def documents_in(sequence):
     tokens = sequence.ids[: sequence.length].tolist()
-    return [tokens[a:b] for a, b in itertools.pairwise([*sequence.starts.tolist(), sequence.length])]
+    return [
+        tokens[a:b] for a, b in itertools.pairwise([*sequence.starts.tolist(), sequence.length])
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,7 +110,8 @@ def documents_in(sequence):
 def test_an_epoch_has_every_document_once_and_uncut_where_it_fits(shards, context, seed):
     if not has_labels(shards):
         return
-    stream, packed = make_stream(shards, context, seed=seed, pad_id=PAD), []
+    stream = make_stream(shards, context, seed=seed, pad_id=PAD)
+    packed = []
     while (sequence := stream.next_sequence()) and stream.position.epoch == 0:
         assert len(sequence.ids) == context and (sequence.ids[sequence.length :] == PAD).all()
         packed += documents_in(sequence)
@@ -111,24 +124,43 @@ def test_an_epoch_has_every_document_once_and_uncut_where_it_fits(shards, contex
 @settings(max_examples=100, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16))
 def test_labels_and_document_ids_keep_documents_apart(shards, context):
-    owner = {token: i for i, piece in enumerate(pieces_of(documents_of(shards), context)) for token in piece}
+    owner = {
+        token: i
+        for i, piece in enumerate(pieces_of(documents_of(shards), context))
+        for token in piece
+    }
     for sequence in one_epoch(shards, context):
-        ids, labels, documents = sequence.ids, sequence.labels(), sequence.document_ids()
+        ids = sequence.ids
+        labels = sequence.labels()
+        documents = sequence.document_ids()
         assert labels[0] == -100 and documents[0] == 0
         for i in range(1, context):
             padded = i >= sequence.length
             crosses = padded or owner[int(ids[i])] != owner[int(ids[i - 1])]
             assert labels[i] == (-100 if crosses else ids[i])
-            assert documents[i] - documents[i - 1] == int(i == sequence.length or (crosses and not padded))
+            assert documents[i] - documents[i - 1] == int(
+                i == sequence.length or (crosses and not padded)
+            )
 
 
 def test_documents_together_are_labelled_like_one_text():
     shards = [ListShard([[1, 2, ~3], [4, 5], [~6, 7, 8, 9]])]
-    apart, together = (make_stream(shards, 7, pad_id=PAD, documents_together=flag) for flag in (False, True))
-    for one, other in zip(iter(apart.next_sequence, None), iter(together.next_sequence, None), strict=True):
-        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.source_ids(), other.source_ids())
-        trained = np.where(one.tokens < 0, -100, one.tokens)  # even where a document starts, except the first
-        assert other.labels().tolist() == [-100, *trained[1 : one.length], *[-100] * (7 - one.length)]
+    apart, together = (
+        make_stream(shards, 7, pad_id=PAD, documents_together=flag) for flag in (False, True)
+    )
+    for one, other in zip(
+        iter(apart.next_sequence, None), iter(together.next_sequence, None), strict=True
+    ):
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(
+            one.source_ids(), other.source_ids()
+        )
+        # even where a document starts, except the first
+        trained = np.where(one.tokens < 0, -100, one.tokens)
+        assert other.labels().tolist() == [
+            -100,
+            *trained[1 : one.length],
+            *[-100] * (7 - one.length),
+        ]
         assert other.document_ids().tolist() == [0] * one.length + [1] * (7 - one.length)
     assert one.length < 7, "some sequence has padding"
 
@@ -195,28 +227,41 @@ def test_epochs_hold_the_same_documents_in_another_order(monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shards=corpora(), context=st.integers(2, 16), together=st.booleans(), seed=st.none() | st.just(3),
+    shards=corpora(),
+    context=st.integers(2, 16),
+    together=st.booleans(),
+    seed=st.none() | st.just(3),
     marks=st.integers(0, 99),
-)  # fmt: skip
+)
 # All pieces of one document, none of which has a label.
 @example(shards=[ListShard([[0, 1, 2]])], context=2, together=False, seed=3, marks=4)
 def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, marks):
     """The reference is a round that keeps every sequence."""
     rng = np.random.default_rng(marks)
     for shard in shards:
-        shard.documents = [[t if rng.random() < 0.3 else ~t for t in document] for document in shard.documents]
-    every, labelled = (make_stream(shards, context, seed=seed, documents_together=together) for _ in range(2))
-    if not any(token >= 0 for piece in pieces_of(documents_of(shards), context) for token in piece[1:]):
+        shard.documents = [
+            [t if rng.random() < 0.3 else ~t for t in document] for document in shard.documents
+        ]
+    every, labelled = (
+        make_stream(shards, context, seed=seed, documents_together=together) for _ in range(2)
+    )
+    if not any(
+        token >= 0 for piece in pieces_of(documents_of(shards), context) for token in piece[1:]
+    ):
         return  # raises an error, tested below
     with mock.patch.object(
         pack, "find_labels", lambda shards, segments, sequence, _: np.ones(sequence.max() + 1, bool)
     ):
         sequences = [every.get_sequence(i) for i in range(len(every.current_round()))]
-    expected = [tuple(sequence.tokens) for sequence in sequences if (sequence.labels() != -100).any()]
+    expected = [
+        tuple(sequence.tokens) for sequence in sequences if (sequence.labels() != -100).any()
+    ]
     if not expected:
         return
     packed = labelled.current_round()
-    assert sorted(tuple(labelled.get_sequence(i).tokens) for i in range(len(packed))) == sorted(expected)
+    assert sorted(tuple(labelled.get_sequence(i).tokens) for i in range(len(packed))) == sorted(
+        expected
+    )
     assert labelled.num_left_out == len(sequences) - len(expected)
     assert labelled.read_tokens == every.read_tokens == packed.read_tokens
     if len(expected) == len(sequences):
@@ -235,7 +280,12 @@ def test_data_without_any_label_is_an_error_not_an_endless_loop():
 def test_rounds_without_labels_are_skipped(monkeypatch):
     """Also in validation, where there is no next epoch."""
     monkeypatch.setattr(data_stream, "HELD_OUT_SEQUENCES", 1)
-    shards = [ListShard([[~1] * 4]), ListShard([[~1] * 4]), ListShard([[~1, 5, 6, 7]]), ListShard([[~1] * 4])]
+    shards = [
+        ListShard([[~1] * 4]),
+        ListShard([[~1] * 4]),
+        ListShard([[~1, 5, 6, 7]]),
+        ListShard([[~1] * 4]),
+    ]
     stream = make_stream(shards, 4)
     assert stream.next_sequence().tokens.tolist() == [~1, 5, 6, 7]
     assert stream.num_left_out == 2 and stream.read_tokens == 12
@@ -256,11 +306,22 @@ def test_the_samples_of_a_batch_are_numbered_across_its_rows():
     """A row with two pairs, and one with a pair and padding."""
     pair = np.array([0, 1])
     rows = [
-        PackedSequence(np.arange(4), np.arange(4), 4, np.zeros(4), parents=np.full(4, -1), samples=[*pair, *pair + 2]),
-        PackedSequence(np.arange(4), np.arange(2), 2, np.zeros(2), parents=np.array([-1, 0]), samples=pair),
+        PackedSequence(
+            np.arange(4),
+            np.arange(4),
+            4,
+            np.zeros(4),
+            parents=np.full(4, -1),
+            samples=[*pair, *pair + 2],
+        ),
+        PackedSequence(
+            np.arange(4), np.arange(2), 2, np.zeros(2), parents=np.array([-1, 0]), samples=pair
+        ),
     ]
     batch = collate(rows)
-    assert batch.sample_ids.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]] and batch.num_preferences == 3
+    assert (
+        batch.sample_ids.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]] and batch.num_preferences == 3
+    )
     assert batch.parents.tolist() == [[-1] * 4, [-1, 0, -1, -1]]
 
 
@@ -271,11 +332,17 @@ def test_long_documents_are_split_and_the_rest_is_packed_like_a_document():
 
 def test_long_documents_are_dropped_and_counted_and_do_not_fill_a_round(monkeypatch):
     monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 2)
-    stream = make_stream([ListShard([list(range(10)), [50, 51], [60] * 9])], 4, long_documents="drop", seed=0)
-    assert [stream.next_sequence().ids[:2].tolist() for _ in range(2)] == [[50, 51]] * 2 and stream.position.epoch == 1
+    stream = make_stream(
+        [ListShard([list(range(10)), [50, 51], [60] * 9])], 4, long_documents="drop", seed=0
+    )
+    assert [stream.next_sequence().ids[:2].tolist() for _ in range(2)] == [
+        [50, 51]
+    ] * 2 and stream.position.epoch == 1
     assert stream.num_long == 2
     with pytest.raises(ValueError, match="no tokens"):
-        make_stream([ListShard([list(range(10))])], 4, long_documents="drop", seed=0).next_sequence()
+        make_stream(
+            [ListShard([list(range(10))])], 4, long_documents="drop", seed=0
+        ).next_sequence()
 
 
 def test_long_documents_are_refused_by_name(tmp_path):
@@ -295,7 +362,12 @@ def test_empty_shards_are_an_error_not_an_endless_loop():
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch):
-    for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 3, "ROUND_STEPS": 2, "HELD_OUT_SEQUENCES": 3}.items():
+    for name, value in {
+        "ROUND_TOKENS": 0,
+        "ROUND_SEQUENCES": 3,
+        "ROUND_STEPS": 2,
+        "HELD_OUT_SEQUENCES": 3,
+    }.items():
         monkeypatch.setattr(data_stream, name, value)
 
 
@@ -303,7 +375,8 @@ class CountingCache(NoCache):
     """Counts the shards loaded, and those tokenized ahead."""
 
     def __init__(self):
-        self.loaded, self.prepared = 0, 0
+        self.loaded = 0
+        self.prepared = 0
 
     def prepare(self, shards):
         self.prepared += len(list(shards))
@@ -315,7 +388,8 @@ class CountingCache(NoCache):
 
 def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
     monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 64)
-    shards = [ListShard([[8 * i + j for j in range(8)]]) for i in range(200)]  # each fills a sequence
+    # each fills a sequence
+    shards = [ListShard([[8 * i + j for j in range(8)]]) for i in range(200)]
 
     def run(needed, count, state=None, key=(3,)):
         cache = CountingCache()
@@ -323,7 +397,7 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
         if state is not None:
             position = json.loads(json.dumps(state))
             packings = tuple(Packing(**packing) for packing in position["packings"])
-            sources = tuple(data_stream.SourcePosition(**source) for source in position["sources"])
+            sources = tuple(SourcePosition(**source) for source in position["sources"])
             stream.seek(data_stream.StreamPosition(position["sequences"], sources, packings))
         return [stream.next_sequence().ids.tolist() for _ in range(count)], cache, stream
 
@@ -350,7 +424,10 @@ def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
     for context in (4096, 1 << 17, 1 << 18):
         for packing in (Packing(context, 1), Packing(context, 1, max_sequences=9)):
             assert data_stream.tokens_per_round(packing) == 1 << 24
-        assert data_stream.tokens_per_round(Packing(context, 1, max_sequences=2), False) == 16 * context
+        assert (
+            data_stream.tokens_per_round(Packing(context, 1, max_sequences=2), False)
+            == 16 * context
+        )
     assert data_stream.tokens_per_round(Packing(10**7, 1)) == 64 * 10**7
     assert (
         data_stream.tokens_per_round(Packing(10**7, 8, max_sequences=16))
@@ -375,7 +452,8 @@ def pieces_with(lengths):
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=40))
 def test_best_fit_takes_the_fullest_sequence_with_room(lengths):
-    rooms, expected = [], np.zeros(len(lengths), int)
+    rooms = []
+    expected = np.zeros(len(lengths), int)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i] if lengths[i] > 2 else 0):
         fits = [(room, sequence) for sequence, room in enumerate(rooms) if room >= lengths[i]]
         expected[i] = min(fits)[1] if fits else len(rooms)
@@ -385,7 +463,12 @@ def test_best_fit_takes_the_fullest_sequence_with_room(lengths):
 
 
 @settings(max_examples=200, deadline=None)
-@given(count=st.integers(1, 60), group=st.integers(1, 9), lead=st.integers(0, 8), seed=st.integers(0, 3))
+@given(
+    count=st.integers(1, 60),
+    group=st.integers(1, 9),
+    lead=st.integers(0, 8),
+    seed=st.integers(0, 3),
+)
 def test_sequences_of_similar_area_are_grouped_and_groups_are_shuffled(count, group, lead, seed):
     lead = lead % group
     areas = permutation(count, (9,)).astype(float)
@@ -393,8 +476,11 @@ def test_sequences_of_similar_area_are_grouped_and_groups_are_shuffled(count, gr
     assert sorted(order) == list(range(count))
     groups = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
     middle = count - groups.size
-    assert all(row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in groups)
-    assert sum(row.max() - row.min() > group - 1 for row in groups) <= 1  # only across the removed middle
+    assert all(
+        row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in groups
+    )
+    # only across the removed middle
+    assert sum(row.max() - row.min() > group - 1 for row in groups) <= 1
     if len(groups) > 8:
         assert (np.diff(groups[:, 0]) < 0).any()
     shared = areas[np.concatenate([order[:lead], order[lead + groups.size :]])]
@@ -402,14 +488,18 @@ def test_sequences_of_similar_area_are_grouped_and_groups_are_shuffled(count, gr
 
 
 def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
-    """Log-normal lengths, around 8K and far beyond the context, at 128K on 8 data-parallel ranks."""
-    rng, context = np.random.default_rng(0), 1 << 17
+    """Log-normal lengths, around 8K and far beyond the context, at 128K on 8 data-parallel
+    ranks."""
+    rng = np.random.default_rng(0)
+    context = 1 << 17
     for median, sigma, count in [(8192, 1.0, 3000), (1 << 20, 1.0, 60)]:
         lengths = np.maximum(rng.lognormal(np.log(median), sigma, count).astype(np.int64), 1)
         packed = PackedRound(split_long(pieces_with(lengths), context), Packing(context, 8), (0,))
         assert packed.num_tokens == lengths.sum() > 0.98 * len(packed) * context
         shuffled = packed.areas[permutation(len(packed), (1,))]
-        assert imbalance(packed.areas, 8, 1) < 1.06 and imbalance(packed.areas, 8, 1) < imbalance(shuffled, 8, 1)
+        assert imbalance(packed.areas, 8, 1) < 1.06 and imbalance(packed.areas, 8, 1) < imbalance(
+            shuffled, 8, 1
+        )
         assert imbalance(shuffled, 8, 1) > 2 or median > context
 
 
@@ -426,7 +516,10 @@ def test_a_hundred_thousand_documents_are_packed_in_well_below_a_second():
 def mixed(weights, sizes, context=64, **settings):
     """Source i has sizes[i] documents of up to 9 tokens i."""
     shards = [[ListShard([[i] * (j % 9 + 1) for j in range(size)])] for i, size in enumerate(sizes)]
-    sources = [Source(str(i), w, s, NoCache(), (5, i)) for i, (s, w) in enumerate(zip(shards, weights, strict=True))]
+    sources = [
+        Source(str(i), w, s, NoCache(), (5, i))
+        for i, (s, w) in enumerate(zip(shards, weights, strict=True))
+    ]
     return SequenceStream(sources, context, **settings)
 
 
@@ -434,7 +527,9 @@ def test_sources_are_mixed_by_their_weights_and_begin_their_own_epochs(monkeypat
     monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 40)
     stream = mixed([1, 6, 3], [900, 300, 2000])
     for _ in range(6):
-        packed, counts, together = stream.current_round(), np.zeros(3), 0
+        packed = stream.current_round()
+        counts = np.zeros(3)
+        together = 0
         while stream.current_round() is packed:
             sequence = stream.next_sequence()
             assert (sequence.source_ids() == sequence.ids)[: sequence.length].all()
@@ -459,7 +554,10 @@ def test_a_mixture_continues_from_any_position():
 def test_each_data_source_is_read_with_its_own_options(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a" * n for n in range(1, 51)])
     write_jsonl(tmp_path / "b.jsonl", ["b" * n for n in range(1, 51)], field="body")
-    sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "text_field": "body"}]
+    sources = [
+        {"path": tmp_path / "a.jsonl", "weight": 3},
+        {"path": tmp_path / "b.jsonl", "text_field": "body"},
+    ]
     config = DataConfig(sources=sources, context=128, validation_fraction=0.1)
     data = open_with_cache(config)
     batch = data.next_batch()
@@ -469,7 +567,10 @@ def test_each_data_source_is_read_with_its_own_options(tmp_path):
         assert set(each.input_ids[each.source_ids == 1].tolist()) == {ord("b"), 257}
         assert set(each.input_ids[each.source_ids == 0].tolist()) <= {ord("a"), 257, 258}
     summary = describe_data(data, 10)
-    assert summary["source a"].startswith("75.0% of the tokens; 1 file (jsonl)") and "of b (10 seq" in summary["epochs"]
+    assert (
+        summary["source a"].startswith("75.0% of the tokens; 1 file (jsonl)")
+        and "of b (10 seq" in summary["epochs"]
+    )
     state = data.state_dict()
     open_with_cache(config).load_state_dict(json.loads(json.dumps(state)))
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
@@ -477,11 +578,16 @@ def test_each_data_source_is_read_with_its_own_options(tmp_path):
         open_with_cache(dataclasses.replace(other, text_field="body")).load_state_dict(state)
 
 
-def test_sources_with_the_same_stem_are_named_by_their_folders_from_any_working_directory(tmp_path, monkeypatch):
+def test_sources_with_the_same_stem_are_named_by_their_folders_from_any_working_directory(
+    tmp_path, monkeypatch
+):
     for folder in ("en", "fr"):
         (tmp_path / "data" / folder).mkdir(parents=True)
         write_jsonl(tmp_path / "data" / folder / "x.jsonl", ["a" * 20] * 50)
     monkeypatch.chdir(tmp_path)
     for root in (Path("data"), tmp_path / "data"):
         sources = [{"path": root / folder / "x.jsonl"} for folder in ("en", "fr")]
-        assert open_with_cache(DataConfig(sources=sources, context=128)).source_names == ["en/x.jsonl", "fr/x.jsonl"]
+        assert open_with_cache(DataConfig(sources=sources, context=128)).source_names == [
+            "en/x.jsonl",
+            "fr/x.jsonl",
+        ]

@@ -1,4 +1,5 @@
-"""The global stream is the same for any number of ranks, and continues bit for bit from its state."""
+"""The global stream is the same for any number of ranks, and continues bit for bit from its
+state."""
 
 import dataclasses
 import itertools
@@ -28,7 +29,9 @@ few_kinds = pytest.mark.parametrize(  # for tests that depend little on the kind
 )
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW_KINDS)) for kind in KINDS])
+@pytest.fixture(
+    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW_KINDS)) for kind in KINDS]
+)
 def data(request, tmp_path, monkeypatch):
     """A config for each kind of source. A round spans many shards, an epoch several rounds."""
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 50)
@@ -44,7 +47,8 @@ def data(request, tmp_path, monkeypatch):
     }[request.param]()
     sources = []
     if path is None:
-        few, many = write_jsonl(tmp_path / "few.jsonl", TEXTS[:10]), write_directory(tmp_path / "many")
+        few = write_jsonl(tmp_path / "few.jsonl", TEXTS[:10])
+        many = write_directory(tmp_path / "many")
         sources = [{"path": few, "weight": 1}, {"path": many, "weight": 2}]
     return DataConfig(path=path, sources=sources, context=64, validation_fraction=0.1)
 
@@ -67,7 +71,9 @@ def write_directory(path):
 
 
 def open_stream(data, rank=0, size=1, batch=1, seed=5, accumulate=1):
-    return open_with_cache(data, seed, dp_rank=rank, dp_size=size, batch=batch, accumulate=accumulate)
+    return open_with_cache(
+        data, seed, dp_rank=rank, dp_size=size, batch=batch, accumulate=accumulate
+    )
 
 
 def open_on_ranks(data, size, batch=1, accumulate=1, state=None):
@@ -82,14 +88,17 @@ def global_rows(streams, calls):
     """All ranks' rows in global order: sequence i of a batch is row i // size of rank i % size."""
     rows = []
     for _ in range(calls):
-        batches = [torch.stack(list(stream.next_batch().inputs.values()), dim=1) for stream in streams]
+        batches = [
+            torch.stack(list(stream.next_batch().inputs.values()), dim=1) for stream in streams
+        ]
         rows += [row for group in zip(*batches, strict=True) for row in group]
     return rows
 
 
 def rest_of_epoch(streams):
     """The sorted tokens of all ranks' `streams` up to the end of the epoch, without padding."""
-    tokens, epoch = [], streams[0].position.epoch
+    tokens = []
+    epoch = streams[0].position.epoch
     while True:
         rows = global_rows(streams, 1)
         if streams[0].position.epoch > epoch:
@@ -109,12 +118,15 @@ def test_a_step_has_the_same_sequences_on_any_number_of_ranks(data):
     alone = global_rows([reference], 96)
     assert reference.position.epoch > 0  # epochs and rounds end inside a step
     for size, batch, accumulate in [(1, 4, 3), (2, 1, 6), (2, 3, 2), (4, 1, 3), (3, 4, 1)]:
-        assert_equal(global_rows(open_on_ranks(data, size, batch, accumulate), 96 // (size * batch)), alone)
+        assert_equal(
+            global_rows(open_on_ranks(data, size, batch, accumulate), 96 // (size * batch)), alone
+        )
 
 
 def test_resume_anywhere_in_two_epochs_is_bitwise(data):
     reference = open_stream(data)
-    states, expected = [], []
+    states = []
+    expected = []
     while reference.position.epoch < 2:
         states.append(json.dumps(reference.state_dict()))
         expected += global_rows([reference], 1)
@@ -143,7 +155,8 @@ def test_another_step_size_continues_the_round_without_loss(data, before, after)
     streams = open_on_ranks(data, before)
     global_rows(streams, 4 // before)
     state = json.dumps(streams[0].state_dict())
-    same, other = open_on_ranks(data, before, state=state), open_on_ranks(data, after, state=state)
+    same = open_on_ranks(data, before, state=state)
+    other = open_on_ranks(data, after, state=state)
     left = len(same[0].stream.current_round()) - same[0].position.packings[-1].done
     calls = left // (before * after)
     assert_equal(global_rows(same, calls * after), global_rows(other, calls * before))
@@ -155,7 +168,9 @@ def test_another_step_size_continues_the_round_without_loss(data, before, after)
 
 
 @few_kinds
-@pytest.mark.parametrize("change", [{"size": 3}, {"context": 16}, {"context": 100}, {"context": 30, "size": 2}])
+@pytest.mark.parametrize(
+    "change", [{"size": 3}, {"context": 16}, {"context": 100}, {"context": 30, "size": 2}]
+)
 def test_an_epoch_continues_with_other_steps_or_context_without_loss(data, change):
     """Resume twice: the rest of a round is packed again each time."""
     expected = rest_of_epoch(open_on_ranks(data, 1))
@@ -178,8 +193,13 @@ def test_resuming_tokenizes_only_the_current_round(tmp_path, monkeypatch):
     stream = open_stream(data)
     for _ in range(50):
         stream.next_batch()
-    encoded, encode = [], ByteTokenizer.encode_documents
-    monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, t, *a: encoded.append(t) or encode(self, t, *a))
+    encoded = []
+    encode = ByteTokenizer.encode_documents
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode_documents",
+        lambda self, t, *a: encoded.append(t) or encode(self, t, *a),
+    )
     monkeypatch.setattr(TokenCache, "prepare", lambda self, shards: None)
     resumed = open_stream(data)
     resumed.load_state_dict(stream.state_dict())
@@ -205,9 +225,12 @@ def test_the_state_of_other_data_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("changed", [{"text_field": "other"}, {"validation_fraction": 0.3}, {"validation_fraction": 0}])
+@pytest.mark.parametrize(
+    "changed", [{"text_field": "other"}, {"validation_fraction": 0.3}, {"validation_fraction": 0}]
+)
 def test_resuming_with_other_reading_settings_is_refused(tmp_path, kind, changed):
-    path, table = tmp_path / f"a.{kind}", {"text": TEXTS[:20], "other": [text[::-1] for text in TEXTS[:20]]}
+    path = tmp_path / f"a.{kind}"
+    table = {"text": TEXTS[:20], "other": [text[::-1] for text in TEXTS[:20]]}
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table(table), path)
     else:
@@ -217,7 +240,9 @@ def test_resuming_with_other_reading_settings_is_refused(tmp_path, kind, changed
     stream = open_stream(data)
     stream.next_batch()
     open_stream(data).load_state_dict(stream.state_dict())
-    with pytest.raises(ConfigError, match=r"data.text_field, .*data.validation_fraction, .*checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"data.text_field, .*data.validation_fraction, .*checkpoint"
+    ):
         open_stream(dataclasses.replace(data, **changed)).load_state_dict(stream.state_dict())
 
 
@@ -229,7 +254,9 @@ def test_validation_is_fixed_and_apart_from_training(data):
     assert 1 <= len(first) <= 3
     assert_equal(first, again)
     assert_equal(first[:1], [batch.input_ids for batch in stream.validation_batches(1)])
-    assert_equal(first, [batch.input_ids for batch in open_stream(data, seed=99).validation_batches(3)])
+    assert_equal(
+        first, [batch.input_ids for batch in open_stream(data, seed=99).validation_batches(3)]
+    )
     held_out = sum(sequence.length for sequence in stream.validation_sequences(10**6))
     num_trained = 0
     while (sequence := stream.stream.next_sequence()) and stream.stream.position.epoch == 0:
@@ -243,18 +270,28 @@ def test_validation_has_as_many_batches_on_every_rank_and_each_label_once(data, 
     on_one_rank = list(open_stream(data).validation_batches(count))
     expected = sum(num_valid(batch.labels) for batch in on_one_rank)
     for size, batch in [(2, 1), (2, 2), (4, 1)]:
-        ranks = [list(open_stream(data, rank, size, batch).validation_batches(count)) for rank in range(size)]
+        ranks = [
+            list(open_stream(data, rank, size, batch).validation_batches(count))
+            for rank in range(size)
+        ]
         assert {len(batches) for batches in ranks} == {-(-len(on_one_rank) // (size * batch))}
         assert sum(num_valid(b.labels) for b in itertools.chain(*ranks)) == expected
         assert all(b.input_ids.shape == (batch, 64) for b in itertools.chain(*ranks))
-        real = [row.sum() for b in itertools.chain(*ranks) for row in b.input_ids if row.tolist() != [258] * 64]
+        real = [
+            row.sum()
+            for b in itertools.chain(*ranks)
+            for row in b.input_ids
+            if row.tolist() != [258] * 64
+        ]
         assert sorted(map(int, real)) == sorted(int(b.input_ids.sum()) for b in on_one_rank)
 
 
 def test_validation_reads_its_own_path_or_nothing(tmp_path):
     (tmp_path / "train.txt").write_text("train " * 50)
     (tmp_path / "other.txt").write_text("other")
-    data = DataConfig(path=tmp_path / "train.txt", validation_path=tmp_path / "other.txt", context=8)
+    data = DataConfig(
+        path=tmp_path / "train.txt", validation_path=tmp_path / "other.txt", context=8
+    )
     (sequence,) = open_stream(data).validation_sequences(5)
     assert sequence.ids.tolist() == [*b"other", 257, 258, 258]
     without = open_stream(DataConfig(path=tmp_path / "train.txt", validation_fraction=0, context=8))
@@ -269,7 +306,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(read, "SHARD_BYTES", 1 << 16)
     path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl"}[kind]
     path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
-    open_stream(DataConfig(path=path, context=1 << 13)).next_batch()  # numpy imports some modules at their first use
+    # numpy imports some modules at their first use
+    open_stream(DataConfig(path=path, context=1 << 13)).next_batch()
     data = open_stream(DataConfig(path=path, context=1 << 13))
     tracemalloc.start()
     while data.position.epoch == 0:
@@ -281,7 +319,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
 
 @few_kinds
 def test_positions_of_an_earlier_format_are_refused(data):
-    state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
-    for old in (state, {**open_stream(data).state_dict(), "version": 5}):  # 5: pieces of long documents differ
-        with pytest.raises(ConfigError, match=f"format {old['version']}, .* reads 7.*resume with .* or export"):
+    state = {
+        "version": 1,
+        "data": "0",
+        "epoch": 0,
+        "sequences": 7,
+        "unit": 1,
+        "cursor": 0,
+        "offset": 4,
+    }
+    # 5: pieces of long documents differ
+    for old in (state, {**open_stream(data).state_dict(), "version": 5}):
+        with pytest.raises(
+            ConfigError, match=f"format {old['version']}, .* reads 7.*resume with .* or export"
+        ):
             open_stream(data).load_state_dict(old)

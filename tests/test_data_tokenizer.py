@@ -20,12 +20,20 @@ WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]
 
 
 def word_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    backend = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Backend(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=2
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=2,
     )
 
 
@@ -37,7 +45,11 @@ def reloaded(tmp_path_factory):
 
 
 def test_byte_ids_are_those_of_the_embedded_models():
-    assert (BYTES.hf.bos_token_id, BYTES.eos_id, BYTES.pad_id) == (config.BOS, config.EOS, config.PAD)
+    assert (BYTES.hf.bos_token_id, BYTES.eos_id, BYTES.pad_id) == (
+        config.BOS,
+        config.EOS,
+        config.PAD,
+    )
     assert BYTES.vocab_size == 259 <= config.BYTE_VOCAB
 
 
@@ -51,8 +63,18 @@ def test_bytes_equal_the_saved_tokenizer(reloaded, text):
 
 
 def test_every_byte_is_its_own_id_and_special_names_in_text_are_text(reloaded):
-    for text in ["".join(map(chr, range(0x250))), "<|eos|><|bos|> <|pad|>", "  a .\r\n\tb , c", "\0", ""]:
-        assert reloaded(text)["input_ids"] == BYTES.encode_batch([text])[0].tolist() == list(text.encode())
+    for text in [
+        "".join(map(chr, range(0x250))),
+        "<|eos|><|bos|> <|pad|>",
+        "  a .\r\n\tb , c",
+        "\0",
+        "",
+    ]:
+        assert (
+            reloaded(text)["input_ids"]
+            == BYTES.encode_batch([text])[0].tolist()
+            == list(text.encode())
+        )
     assert reloaded.convert_tokens_to_ids(["<|bos|>", "<|eos|>", "<|pad|>"]) == [256, 257, 258]
 
 
@@ -89,11 +111,18 @@ def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
 
 def test_missing_tokenizers_are_named(tmp_path):
     missing = str(tmp_path / "nowhere")
-    assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", fix="set data.tokenizer")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty tokenizer of it
-    assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", fix="set data.tokenizer")
+    assert_refused(
+        lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", fix="set data.tokenizer"
+    )
+    # transformers makes an empty tokenizer of it
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert_refused(
+        lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", fix="set data.tokenizer"
+    )
 
 
 def test_vocabulary_larger_than_the_models_is_refused():
-    assert_refused(lambda: check_data(DataConfig(), 256), "259", "vocab_size=256", fix="data.tokenizer")
+    assert_refused(
+        lambda: check_data(DataConfig(), 256), "259", "vocab_size=256", fix="data.tokenizer"
+    )
     check_data(DataConfig(), 259)

@@ -1,4 +1,5 @@
-"""Agent traces in every format give the same tokens; data.reasoning trains, keeps or drops the reasoning."""
+"""Agent traces in every format give the same tokens; data.reasoning trains, keeps or drops the
+reasoning."""
 
 import json
 
@@ -19,14 +20,26 @@ def tokenizer_with(template):
 
 
 def call(**arguments):
-    return {"type": "function", "id": "c1", "function": {"name": "add", "arguments": json.dumps(arguments)}}
+    return {
+        "type": "function",
+        "id": "c1",
+        "function": {"name": "add", "arguments": json.dumps(arguments)},
+    }
 
 
 OPENAI = {
     "messages": [
         {"role": "system", "content": "be kind"},
-        {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]},
-        {"role": "assistant", "content": "I call", "reasoning_content": "the tool", "tool_calls": [call(a=2, b=2)]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}],
+        },
+        {
+            "role": "assistant",
+            "content": "I call",
+            "reasoning_content": "the tool",
+            "tool_calls": [call(a=2, b=2)],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
         {"role": "assistant", "content": "it is 4", "reasoning_content": "so"},
     ],
@@ -46,11 +59,20 @@ ANTHROPIC = {
         },
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "4"}]}],
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "4"}],
+                }
+            ],
         },
         {
             "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "it is 4"}],
+            "content": [
+                {"type": "thinking", "thinking": "so"},
+                {"type": "text", "text": "it is 4"},
+            ],
         },
     ],
     "tools": [{"name": "add", "input_schema": {"type": "object"}}],
@@ -77,23 +99,33 @@ FUNCTIONS = {
             "function_call": {"name": "add", "arguments": '{"a": 2, "b": 2}'},
         },
         {"role": "function", "name": "add", "content": "4"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "it is 4"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "so"},
+                {"type": "text", "text": "it is 4"},
+            ],
+        },
     ],
     "functions": TOOLS,
 }
 SAME = {"messages": OPENAI, "anthropic": ANTHROPIC, "sharegpt": SHAREGPT, "functions": FUNCTIONS}
 MARKED = (
-    '<|im_start|>system\nbe kind\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": "add", "parameters": '
-    '{"type": "object"}}}\n</tools><|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n«<think>\n'
-    'the tool\n</think>\n\nI call\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>»'
-    "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n«<think>\nso\n</think>"
-    "\n\nit is 4<|im_end|>»\n"
+    '<|im_start|>system\nbe kind\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": '
+    '"add", "parameters": '
+    '{"type": "object"}}}\n</tools><|im_end|>\n<|im_start|>user\n2 + '
+    "2?<|im_end|>\n<|im_start|>assistant\n«<think>\n"
+    'the tool\n</think>\n\nI call\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": '
+    "2}}\n</tool_call><|im_end|>»"
+    "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n«<think>\nso\n</think>\n\nit is 4<|im_end|>»\n"
 )
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_trace_in_any_format_has_the_same_tokens(tmp_path, name):
-    path, tokenizer = write_records(tmp_path / "a.jsonl", SAME[name]), tokenizer_with(templates.QWEN3)
+    path = write_records(tmp_path / "a.jsonl", SAME[name])
+    tokenizer = tokenizer_with(templates.QWEN3)
     named = {} if name == "functions" else {"format": name}
     for settings in ({}, named):
         documents, skipped = tokens_of(path, tokenizer, **settings)
@@ -103,13 +135,18 @@ def test_the_same_trace_in_any_format_has_the_same_tokens(tmp_path, name):
 def test_shapes_without_turns_become_conversations(tmp_path):
     tokenizer = tokenizer_with(templates.CHATML)
     first = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    question, answer, bad = ({"role": "user", "content": "hello"}, *({"role": "assistant", "content": t} for t in "ab"))
+    question = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": "a"}
+    bad = {"role": "assistant", "content": "b"}
     expected = f"{first}«a<|im_end|>»\n"
     alpaca = {"instruction": "hello", "input": "", "output": "a"}
     for record, marked in (
         (alpaca, expected),
         ({**alpaca, "instruction": "he", "input": "llo"}, expected.replace("hello", "he\nllo")),
-        ({**alpaca, "system": "be", "history": []}, f"<|im_start|>system\nbe<|im_end|>\n{expected}"),
+        (
+            {**alpaca, "system": "be", "history": []},
+            f"<|im_start|>system\nbe<|im_end|>\n{expected}",
+        ),
         ({**alpaca, "history": [["hello", "b"]]}, f"{first}«b<|im_end|>»\n{expected}"),
         ({"prompt": [question], "completion": [answer]}, expected),
         ({"prompt": [question], "chosen": [answer], "rejected": [bad]}, expected),
@@ -117,7 +154,10 @@ def test_shapes_without_turns_become_conversations(tmp_path):
         ({"prompt": "hello", "chosen": [answer], "rejected": [bad]}, expected),
         ({"chosen": [question, answer], "rejected": [question, bad]}, expected),
         (  # the answers are the parts that differ
-            {"chosen": [question, bad, question, answer], "rejected": [question, bad, question, bad]},
+            {
+                "chosen": [question, bad, question, answer],
+                "rejected": [question, bad, question, bad],
+            },
             f"{first}b<|im_end|>\n{expected}",
         ),
     ):
@@ -137,16 +177,28 @@ def test_images_are_refused_with_their_count_or_dropped_and_counted(tmp_path):
     talk.append({"role": "assistant", "content": "there"})
     plain = {"messages": [{"role": "user", "content": "hello"}, talk[1]]}
     path = write_records(
-        tmp_path / "a.jsonl", plain, {"messages": talk}, {"messages": talk}, {**plain, "images": ["x.png"]}
+        tmp_path / "a.jsonl",
+        plain,
+        {"messages": talk},
+        {"messages": talk},
+        {**plain, "images": ["x.png"]},
     )
     tokenizer = tokenizer_with(templates.CHATML)
     with pytest.raises(
-        ConfigError, match=r"line 2: message 1 has 2 parts with images.*data.images to drop \(3 of the 4 records"
+        ConfigError,
+        match=(
+            r"line 2: message 1 has 2 parts with images.*data.images to drop \(3 of the 4 "
+            r"records"
+        ),
     ):
         tokens_of(path, tokenizer)
     assert tokens_of(path, tokenizer, bad_records="skip")[1] == {"with images": 3}
     documents, skipped = tokens_of(path, tokenizer, images="drop")
-    assert len(documents) == 4 and all(document == documents[0] for document in documents) and not skipped
+    assert (
+        len(documents) == 4
+        and all(document == documents[0] for document in documents)
+        and not skipped
+    )
 
 
 # ---- reasoning
@@ -160,23 +212,40 @@ TURNS = [
     {"role": "assistant", "content": "three", "reasoning_content": "the 3"},
 ]
 LATER = (
-    '<|im_start|>user\nthe user<|im_end|>\n<|im_start|>assistant\n«<think>\nthe 2\n</think>\n\n<tool_call>\n{"name": '
-    '"add", "arguments": {"a": 1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>\n4\n</tool_response>'
+    "<|im_start|>user\nthe user<|im_end|>\n<|im_start|>assistant\n«<think>\nthe "
+    '2\n</think>\n\n<tool_call>\n{"name": '
+    '"add", "arguments": {"a": '
+    "1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>\n4\n</tool_response>"
     "<|im_end|>\n<|im_start|>assistant\n«<think>\nthe 3\n</think>\n\nthree<|im_end|>»\n"
 )
 FIRST = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_reasoning_that_the_template_drops_is_refused_by_default(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", {"messages": [{**message, "tool_calls": None} for message in TURNS]})
-    with pytest.raises(ConfigError, match=r"has reasoning, .*{drop: true} to train without it, or .*to qwen3 or harm"):
+    path = write_records(
+        tmp_path / "a.jsonl", {"messages": [{**message, "tool_calls": None} for message in TURNS]}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"has reasoning, .*{drop: true} to train without it, or .*to qwen3 or harm",
+    ):
         tokens_of(path, tokenizer_with(templates.CHATML))  # the template never renders reasoning
-    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": TURNS}), tokenizer_with(templates.QWEN3)
-    with pytest.raises(ConfigError, match=r"line 1: message 2 has reasoning, .*{drop: true}.*last}.*all} to unroll"):
+    path = write_records(tmp_path / "a.jsonl", {"messages": TURNS})
+    tokenizer = tokenizer_with(templates.QWEN3)
+    with pytest.raises(
+        ConfigError, match=r"line 1: message 2 has reasoning, .*{drop: true}.*last}.*all} to unroll"
+    ):
         tokens_of(path, tokenizer)
     for reasoning, expected in (
-        # Unrolled: the last turn after the others without their reasoning, then the turn that lost its reasoning.
-        ({"turns": "all"}, [f"{FIRST}one<|im_end|>\n{LATER}", f"{FIRST}«<think>\nthe 1\n</think>\n\none<|im_end|>»\n"]),
+        # Unrolled: the last turn after the others without their reasoning, then the turn that lost
+        # its reasoning.
+        (
+            {"turns": "all"},
+            [
+                f"{FIRST}one<|im_end|>\n{LATER}",
+                f"{FIRST}«<think>\nthe 1\n</think>\n\none<|im_end|>»\n",
+            ],
+        ),
         ({"turns": "last"}, [f"{FIRST}«one<|im_end|>»\n{LATER}"]),
     ):
         documents, _ = tokens_of(path, tokenizer, reasoning=reasoning)
@@ -198,8 +267,11 @@ def test_reasoning_without_loss_is_context_with_its_delimiters(tmp_path, templat
         expected = f"{FIRST}<think>\nthe 3\n</think>\n\n«three<|im_end|>»\n"
     else:
         expected = LATER.replace("«<think>\nthe 2\n</think>\n\n", "<think>\nthe 2\n</think>\n\n«")
-        expected = expected.replace("«<think>\nthe 3\n</think>\n\n", "<think>\nthe 3\n</think>\n\n«")
-    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(template)
+        expected = expected.replace(
+            "«<think>\nthe 3\n</think>\n\n", "<think>\nthe 3\n</think>\n\n«"
+        )
+    path = write_records(tmp_path / "a.jsonl", {"messages": turns})
+    tokenizer = tokenizer_with(template)
     assert tokens_of(path, tokenizer, reasoning={"loss": False})[0] == [reference(HF, expected)]
     everything = reference(HF, f"«{expected.replace('«', '').replace('»', '')}»")
     (tokens,), _ = tokens_of(path, tokenizer, reasoning={"loss": False}, train_on="all")
@@ -216,7 +288,8 @@ def test_each_turn_of_an_unrolled_conversation_is_trained_once(tmp_path):
         for n in range(5)
         for role in ("user", "assistant")
     ]
-    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(templates.QWEN3)
+    path = write_records(tmp_path / "a.jsonl", {"messages": turns})
+    tokenizer = tokenizer_with(templates.QWEN3)
     documents, _ = tokens_of(path, tokenizer, reasoning={"turns": "all"})
     trained = ["".join(tokenizer.decode([t]) for t in document if t >= 0) for document in documents]
     assert len(documents) == 4, "the turn without reasoning needs no sample of its own"
@@ -226,16 +299,23 @@ def test_each_turn_of_an_unrolled_conversation_is_trained_once(tmp_path):
 
 
 def test_calls_that_the_template_leaves_out_are_refused(tmp_path):
-    """This template renders only the first call and names the tool again with its result, as gpt-oss's does."""
-    template = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% if m.tool_calls %}\
-{{ m.tool_calls[0].function.name + 'add' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}\
-{{ '<|im_start|>assistant\n' }}{% endif %}"""
-    talk = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "", "tool_calls": [call(a=1)] * 2}]
+    """This template renders only the first call and names the tool again with its result, as
+    gpt-oss's does."""
+    template = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}\
+{% if m.tool_calls %}{{ m.tool_calls[0].function.name + 'add' }}{% endif %}\
+{{ '<|im_end|>' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+    talk = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "", "tool_calls": [call(a=1)] * 2},
+    ]
     with pytest.raises(
-        ConfigError, match="line 1: .*does not render the tool add.*chatml or llama3 or qwen3 or harmony or"
+        ConfigError,
+        match="line 1: .*does not render the tool add.*chatml or llama3 or qwen3 or harmony or",
     ):
         tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(template))
     tokenizer = tokenizer_with(template)
-    tokenizer.chat.special_tokens = ["<|im_start|>", "<|im_end|>"]  # only templates with these tokens are suggested
+    # only templates with these tokens are suggested
+    tokenizer.chat.special_tokens = ["<|im_start|>", "<|im_end|>"]
     with pytest.raises(ConfigError, match="set data.chat_template to chatml or qwen3, or a file"):
         tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)

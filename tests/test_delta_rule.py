@@ -1,4 +1,5 @@
-"""flash-linear-attention runs the gated delta rule where it computes what ithaka's own code does."""
+"""flash-linear-attention runs the gated delta rule where it computes what ithaka's own code
+does."""
 
 import sys
 from contextlib import nullcontext
@@ -11,10 +12,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from ithaka.ops import delta_rule, scan
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
-from ithaka.ops.scan import LocalDocs
+from ithaka.ops.state_graph import LocalDocs
 from parity import relative
 
-TOKENS, KEY_HEADS, HEADS, K, V = 90, 2, 4, 8, 6
+TOKENS = 90
+KEY_HEADS = 2
+HEADS = 4
+K = 8
+V = 6
 STARTS = (0, 7, 8, 9, 31, 32, 60, 90)
 
 
@@ -27,20 +32,31 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [None, "gradient", "error"])
 def test_flash_linear_attention_is_used_where_its_gradients_are_right(monkeypatch, wrong):
-    """A stub for the kernel computes each document alone with transformers; its gradient may be made wrong."""
+    """A stub for the kernel computes each document alone with transformers; its gradient may be
+    made wrong."""
 
-    def chunk_gated_delta_rule(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=None, **options):
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=None, **options
+    ):
         if wrong == "error":
             raise RuntimeError("Triton >= 3.4.0 on Hopper GPUs produces incorrect results")
-        outs, states = [], []
+        outs = []
+        states = []
         g = g + (g - g.detach()) * 0.05 if wrong == "gradient" else g
         q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 2) for t in (q, k))
         for (a, b), state in zip(
-            pairwise([0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()), initial_state, strict=True
+            pairwise([0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()),
+            initial_state,
+            strict=True,
         ):
             parts = (t[:, a:b] for t in (q, k, v))
             out, state = torch_chunk_gated_delta_rule(
-                *parts, g=g[:, a:b], beta=beta[:, a:b], initial_state=state[None], output_final_state=True, **options
+                *parts,
+                g=g[:, a:b],
+                beta=beta[:, a:b],
+                initial_state=state[None],
+                output_final_state=True,
+                **options,
             )
             outs.append(out)
             states.append(state)
@@ -56,13 +72,15 @@ def test_flash_linear_attention_is_used_where_its_gradients_are_right(monkeypatc
     inputs = [torch.randn(TOKENS, *size, generator=draw).bfloat16() for size in sizes]
     rule = DeltaRule(
         DeltaInputs(*inputs[:3], -inputs[3].float().exp(), inputs[4].float().sigmoid()),
-        LocalDocs((*STARTS[:-1], 2 * TOKENS), 0, TOKENS, 1, "cpu"),  # the last document ends on another rank
+        # the last document ends on another rank
+        LocalDocs((*STARTS[:-1], 2 * TOKENS), 0, TOKENS, 1, "cpu"),
     )
     match = {"gradient": "off in dg by", "error": "does not run here .RuntimeError: Triton"}
     with pytest.warns(UserWarning, match=match[wrong]) if wrong else nullcontext():
         kinds = {type(rule._segment(rows)) for rows in rule.segments(rule.docs.pieces[0])}
-    assert kinds == {delta_rule.Segment if wrong else delta_rule.FlaSegment}
-    out, summary = rule.forward({})[0], rule.summarize()
+    assert kinds == {delta_rule.DeltaSegment if wrong else delta_rule.FlaSegment}
+    out, _ = rule.forward({})
+    summary = rule.summarize()
     monkeypatch.setattr(delta_rule, "_can_run_fla", lambda v: False)
     assert relative(out, rule.forward({})[0]) < (1e-9 if wrong else 1e-2)
     assert relative(summary, rule.summarize()) < 1e-9

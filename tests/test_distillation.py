@@ -1,4 +1,5 @@
-"""Distillation in tiles equals the divergence of full logits, in loss and every gradient, for every kind of teacher."""
+"""Distillation in tiles equals the divergence of full logits, in loss and every gradient, for every
+kind of teacher."""
 
 import copy
 import math
@@ -39,7 +40,8 @@ BETAS = (0.0, 0.3, 1.0)
 
 
 def plain_divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
-    """Return the divergence of each row of logits, from its definition. `teacher` may also be log-probabilities."""
+    """Return the divergence of each row of logits, from its definition. `teacher` may also be
+    log-probabilities."""
     q, p = (x.div(temperature).softmax(-1) for x in (student, teacher))
     if beta == 0:
         return (p * (p / q).log()).sum(-1)
@@ -49,13 +51,21 @@ def plain_divergence(student: Tensor, teacher: Tensor, beta: float, temperature:
     return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
 
 
-def plain_loss(student: Tensor, teacher: Tensor, labels: Tensor, criterion: Criterion, taught: Tensor | bool = True):
+def plain_loss(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    criterion: Criterion,
+    taught: Tensor | bool = True,
+):
     """Return the mean loss of logits [n, V] over the labels that count."""
     divergences = plain_divergence(student, teacher, criterion.beta, criterion.temperature)
     return plain_mean(student, divergences, labels, criterion.cross_entropy, taught)
 
 
-def plain_mean(student: Tensor, divergences: Tensor, labels: Tensor, share: float, taught: Tensor | bool) -> Tensor:
+def plain_mean(
+    student: Tensor, divergences: Tensor, labels: Tensor, share: float, taught: Tensor | bool
+) -> Tensor:
     losses = F.cross_entropy(student, labels, ignore_index=IGNORE_INDEX, reduction="none")
     mixed = torch.where(torch.as_tensor(taught), (1 - share) * divergences + share * losses, losses)
     return torch.where(labels != IGNORE_INDEX, mixed, 0).sum() / (labels != IGNORE_INDEX).sum()
@@ -71,34 +81,49 @@ def coarsen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
 # ---- one tile after another
 
 
-def heads(dtype: torch.dtype = torch.float64) -> tuple[LinearHead, list[Tensor], LinearHead, Tensor, Tensor]:
-    """Return a student's head, its leaves (x, weight, norm), a teacher's head of another width and its x, and labels of
-    which some are ignored."""
+def heads(
+    dtype: torch.dtype = torch.float64,
+) -> tuple[LinearHead, list[Tensor], LinearHead, Tensor, Tensor]:
+    """Return a student's head, its leaves (x, weight, norm), a teacher's head of another width and
+    its x, and labels of which some are ignored."""
     torch.manual_seed(5)
-    norm, other = nn.RMSNorm(12, dtype=dtype), nn.RMSNorm(20, dtype=dtype)
-    x, weight = torch.randn(23, 12, dtype=dtype).requires_grad_(), torch.randn(37, 12, dtype=dtype).requires_grad_()
+    norm = nn.RMSNorm(12, dtype=dtype)
+    other = nn.RMSNorm(20, dtype=dtype)
+    x = torch.randn(23, 12, dtype=dtype).requires_grad_()
+    weight = torch.randn(37, 12, dtype=dtype).requires_grad_()
     teacher = LinearHead(other, Linear(torch.randn(37, 20, dtype=dtype)))
     labels = torch.randint(37, (23,)).index_fill(0, torch.arange(4, 9), IGNORE_INDEX)
-    return LinearHead(norm, Linear(weight)), [x, weight, norm.weight], teacher, torch.randn(23, 20, dtype=dtype), labels
+    return (
+        LinearHead(norm, Linear(weight)),
+        [x, weight, norm.weight],
+        teacher,
+        torch.randn(23, 20, dtype=dtype),
+        labels,
+    )
 
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
-    """With a temperature, a share of cross-entropy that fp32 rounds, and labels that the teacher does not predict."""
+    """With a temperature, a share of cross-entropy that fp32 rounds, and labels that the teacher
+    does not predict."""
     student, leaves, other, x, labels = heads()
-    criterion, taught = Criterion(beta, 1.7, 0.7), torch.arange(23) % 7 != 2
-    logits, targets = student.norm(leaves[0]) @ leaves[1].t(), other.logits(x).detach()
-    teacher, expected = (
-        Teacher(criterion, taught, x, other.logits),
-        plain_loss(logits, targets, labels, criterion, taught),
-    )
+    criterion = Criterion(beta, 1.7, 0.7)
+    taught = torch.arange(23) % 7 != 2
+    logits = student.norm(leaves[0]) @ leaves[1].t()
+    targets = other.logits(x).detach()
+    teacher = Teacher(criterion, taught, x, other.logits)
+    expected = plain_loss(logits, targets, labels, criterion, taught)
     if stored:
         ids = targets.topk(5).indices
-        mine, theirs = coarsen(logits, ids, 1.7), coarsen(targets, ids, 1.7)
-        stored_ids, logprobs = F.pad(ids, (0, 1), value=-1), F.pad(theirs[:, :-1], (0, 1), value=-math.inf)
+        mine = coarsen(logits, ids, 1.7)
+        theirs = coarsen(targets, ids, 1.7)
+        stored_ids = F.pad(ids, (0, 1), value=-1)
+        logprobs = F.pad(theirs[:, :-1], (0, 1), value=-math.inf)
         teacher = Teacher(criterion, taught, stored=(stored_ids, logprobs))
-        expected = plain_mean(logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.7, taught)
+        expected = plain_mean(
+            logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.7, taught
+        )
     ours, results = summed_divergence(leaves[0], labels, student, 5, 18.0, None, teacher)
     assert relative(ours.detach(), expected.detach()) < TOLERANCE
     assert relative(results.losses.sum() / 18, expected.detach()) < TOLERANCE
@@ -108,7 +133,10 @@ def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
     entropies = torch.distributions.Categorical(logits=logits.detach() / 1.7).entropy()
     valid = labels != IGNORE_INDEX
     assert relative(results.entropies, torch.where(valid, entropies, 0)) < TOLERANCE
-    assert torch.equal(results.taught, taught & valid) and not results.divergences[~results.taught].any()
+    assert (
+        torch.equal(results.taught, taught & valid)
+        and not results.divergences[~results.taught].any()
+    )
 
 
 def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
@@ -124,14 +152,19 @@ def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
 
 @pytest.mark.parametrize("masked", ["student", "teacher", "both", "stored"])
 def test_a_token_that_a_model_rules_out_adds_nothing_to_its_expectations(masked):
-    """Its logit is -inf, here of a mask after the head. A divergence is infinite where only the second distribution
-    rules a token out."""
-    logits, targets = (torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
-    out, labels, scales = torch.arange(6, 9), torch.arange(5), torch.rand(2, 5).double()
+    """Its logit is -inf, here of a mask after the head. A divergence is infinite where only the
+    second distribution rules a token out."""
+    logits, targets = (
+        torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2)
+    )
+    out = torch.arange(6, 9)
+    labels = torch.arange(5)
+    scales = torch.rand(2, 5).double()
     masks = [masked in ("student", "both", "stored"), masked in ("teacher", "both")]
     # exp(-800) is 0, as exp(-inf).
     student, teacher = (
-        x.index_fill(1, out, -800.0) if on else x for x, on in zip((logits, targets), masks, strict=True)
+        x.index_fill(1, out, -800.0) if on else x
+        for x, on in zip((logits, targets), masks, strict=True)
     )
     predicted = teacher
     if masked == "stored":
@@ -141,10 +174,16 @@ def test_a_token_that_a_model_rules_out_adds_nothing_to_its_expectations(masked)
         exact = student.clone()
         expected = divergence_with_grad(exact, predicted, labels, Criterion(beta), scales)
         found_grad = student.masked_fill(student == -800, -torch.inf)
-        theirs = predicted if masked == "stored" else predicted.masked_fill(predicted == -800, -torch.inf)
+        theirs = (
+            predicted
+            if masked == "stored"
+            else predicted.masked_fill(predicted == -800, -torch.inf)
+        )
         found = divergence_with_grad(found_grad, theirs, labels, Criterion(beta), scales)
         is_infinite = (masked, beta) in (("student", 0.0), ("teacher", 1.0))
-        assert found[0].isinf().all() if is_infinite else relative(found[0], expected[0]) < TOLERANCE
+        assert (
+            found[0].isinf().all() if is_infinite else relative(found[0], expected[0]) < TOLERANCE
+        )
         for mine, other in zip((*found[1:], found_grad), (*expected[1:], exact), strict=True):
             if not is_infinite:
                 assert relative(mine, other) < TOLERANCE
@@ -163,10 +202,19 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
 
 def full_logits(plain: nn.Module, ids: Tensor) -> Tensor:
     """Return Hugging Face's logits of packed documents, each computed alone: [1, N, V]."""
-    return torch.cat([plain(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], 1)
+    return torch.cat(
+        [plain(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], 1
+    )
 
 
-def compare(student: nn.Module, teacher: nn.Module | None, layout: Layout, criteria, plain_teacher=None, limit=None):
+def compare(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    layout: Layout,
+    criteria,
+    plain_teacher=None,
+    limit=None,
+):
     """Return the errors of every rank, of loss and gradients, for each criterion."""
     ids, labels, documents = packed()
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[:-1]
@@ -179,7 +227,10 @@ def compare(student: nn.Module, teacher: nn.Module | None, layout: Layout, crite
         taught = torch.tensor(True) if limit is None else positions < limit
         loss = plain_loss(logits, targets, labels[0, 1:], criterion, taught)
         loss.backward()
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in student.named_parameters()}
+        grads = {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in student.named_parameters()
+        }
         expected.append((loss.detach(), grads))
     copies = [[copy.deepcopy(each) for each in (student, teacher)] for _ in range(layout.cp)]
 
@@ -190,16 +241,24 @@ def compare(student: nn.Module, teacher: nn.Module | None, layout: Layout, crite
         if other is not None:
             other.requires_grad_(False)
             other.train()  # `distill` runs it in evaluation mode
-            other = parallelize_model(other, mesh=make_mesh(layout.cp, ring=layout.ring), layout=layout)
+            other = parallelize_model(
+                other, mesh=make_mesh(layout.cp, ring=layout.ring), layout=layout
+            )
         errors = []
         for criterion, (loss, grads) in zip(criteria, expected, strict=True):
             model.zero_grad()
-            out = ithaka.distill(model, other, ids, labels, document_ids=documents, **criterion._asdict())
+            out = ithaka.distill(
+                model, other, ids, labels, document_ids=documents, **criterion._asdict()
+            )
             out.loss.backward()
             for name, param in student.named_parameters():
                 param.grad = grads[name]
-            errors.append({"loss": relative(out.loss.detach(), loss), **gradient_errors(model, student)})
-        assert model.training and all(p.grad is None for p in ([] if other is None else other.parameters()))
+            errors.append(
+                {"loss": relative(out.loss.detach(), loss), **gradient_errors(model, student)}
+            )
+        assert model.training and all(
+            p.grad is None for p in ([] if other is None else other.parameters())
+        )
         return errors
 
     return run_on_threads(layout.cp, work)
@@ -220,14 +279,17 @@ CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.7), Criterion(1.0, 0.8)]
     ],
 )
 def test_losses_and_gradients_equal_those_of_full_logits(layout, family, other, monkeypatch):
-    """For packed documents and a teacher of another type and width; 2 and 4 ranks do not divide the tokens."""
+    """For packed documents and a teacher of another type and width; 2 and 4 ranks do not divide the
+    tokens."""
     monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**11, 2**11))
-    student, teacher = tiny_model(tiny_config(family)), tiny_model(tiny_config(other, 8, 4))
+    student = tiny_model(tiny_config(family))
+    teacher = tiny_model(tiny_config(other, 8, 4))
     check(compare(student, teacher, layout, CRITERIA))
 
 
 def test_labels_beyond_the_teachers_positions_have_the_cross_entropy():
-    student, teacher = tiny_model(tiny_config("llama")), tiny_model(tiny_config("qwen3", max_position_embeddings=4))
+    student = tiny_model(tiny_config("llama"))
+    teacher = tiny_model(tiny_config("qwen3", max_position_embeddings=4))
     check(compare(student, teacher, Layout(2), [Criterion(0.3)], limit=4))
 
 
@@ -245,7 +307,9 @@ def test_a_trained_norm_before_the_head_is_not_the_teachers(family):
     """Gemma's head has a softcap, so the model's own forward runs it."""
     base = tiny_decoder(family, num_hidden_layers=1)
     targets = ["q_proj", "lm_head"]
-    student = add_lora(copy.deepcopy(base), target_modules=targets, modules_to_save=["norm"], lora_dropout=0.0)
+    student = add_lora(
+        copy.deepcopy(base), target_modules=targets, modules_to_save=["norm"], lora_dropout=0.0
+    )
     (errors,) = compare(student, None, Layout(1), [Criterion(0.3)], plain_teacher=base)
     # Norms compute in fp32, and a gradient is the difference of two similar distributions.
     assert all(error < 1e-5 for each in errors for error in each.values())
@@ -254,11 +318,15 @@ def test_a_trained_norm_before_the_head_is_not_the_teachers(family):
 def test_calls_restore_the_mode_of_each_module():
     """Also after an error, and of modules that the user put into evaluation mode."""
     ids = random_ids(1, 9)
-    student = add_lora(tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.0)
+    student = add_lora(
+        tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.0
+    )
     model = parallelize_model(student).get_base_model()
     model.model.layers[0].eval()
-    before = {name: (module.training, getattr(module, "_disable_adapters", None)) for name, module in
-              model.named_modules()}  # fmt: skip
+    before = {
+        name: (module.training, getattr(module, "_disable_adapters", None))
+        for name, module in model.named_modules()
+    }
     for call in (
         lambda ids: ithaka.distill(model, None, ids, ids),
         lambda ids: model.generate(ids, max_new_tokens=1, use_cache=False),
@@ -267,12 +335,16 @@ def test_calls_restore_the_mode_of_each_module():
         with pytest.raises(ValueError, match="outside the vocabulary"):
             call(ids + 61)
         for name, module in model.named_modules():
-            assert (module.training, getattr(module, "_disable_adapters", None)) == before[name], name
+            assert (module.training, getattr(module, "_disable_adapters", None)) == before[name], (
+                name
+            )
 
 
 def test_the_teachers_parameters_are_sharded_after_every_call(monkeypatch):
     ids = random_ids(1, 9)
-    student, teacher = (parallelize_model(tiny_model(tiny_config(family))) for family in ("llama", "qwen3"))
+    student, teacher = (
+        parallelize_model(tiny_model(tiny_config(family))) for family in ("llama", "qwen3")
+    )
     assert isinstance(teacher.lm_head, FSDPModule), "a unit of its own"
     is_sharded: list[bool] = []  # while the student's first layer runs
     student.model.layers[0].register_forward_pre_hook(
@@ -293,12 +365,17 @@ def test_the_teachers_parameters_are_sharded_after_every_call(monkeypatch):
 
 
 def test_the_teacher_runs_without_dropout():
-    student, ids = tiny_model(tiny_config("llama")), random_ids(1, 9)
-    teacher = add_lora(tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.5)
+    student = tiny_model(tiny_config("llama"))
+    ids = random_ids(1, 9)
+    teacher = add_lora(
+        tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.5
+    )
     teacher.requires_grad_(False)
     with torch.no_grad():
         targets = teacher.eval()(input_ids=ids, use_cache=False).logits[0, :-1]
-        expected = plain_loss(student(input_ids=ids, use_cache=False).logits[0, :-1], targets, ids[0, 1:], Criterion())
+        expected = plain_loss(
+            student(input_ids=ids, use_cache=False).logits[0, :-1], targets, ids[0, 1:], Criterion()
+        )
     models = [parallelize_model(each.train()) for each in (student, teacher)]
     loss = ithaka.distill(*models, ids, ids).loss
     assert relative(loss.detach(), expected) < TOLERANCE
@@ -307,7 +384,8 @@ def test_the_teacher_runs_without_dropout():
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("granite", marks=pytest.mark.slow)])
 def test_any_decoder_can_teach(family):
     """Also those with softcaps or scaled logits; some of their modules compute in fp32."""
-    student, teacher = tiny_model(tiny_config("llama")), tiny_decoder(family, dtype=torch.float64)
+    student = tiny_model(tiny_config("llama"))
+    teacher = tiny_decoder(family, dtype=torch.float64)
     errors = compare(student, teacher, Layout(2), [Criterion(0.3)])
     assert all(error < 1e-6 for ranks in errors for each in ranks for error in each.values())
 
@@ -317,20 +395,25 @@ def test_stored_probabilities_are_shared_by_ranks_and_branches():
     prompt, first, second = random_ids(3, 130)
     sequences = [torch.cat([prompt, answer[:9]]) for answer in (first, second)]
     labels = [ids.masked_fill(torch.arange(139) < 130, IGNORE_INDEX) for ids in sequences]
-    plain, teacher = tiny_model(tiny_config("llama")), tiny_model(tiny_config("qwen3"))
+    plain = tiny_model(tiny_config("llama"))
+    teacher = tiny_model(tiny_config("qwen3"))
     forest = ithaka.pack_prefixes(sequences, labels)
     assert forest.num_tokens[1] == 148
     ids = torch.stack(sequences)
     with torch.no_grad():
         targets = teacher(input_ids=ids, use_cache=False).logits
     top = targets.topk(4).indices
-    mine, theirs = coarsen(plain(input_ids=ids, use_cache=False).logits, top), coarsen(targets, top)
+    mine = coarsen(plain(input_ids=ids, use_cache=False).logits, top)
+    theirs = coarsen(targets, top)
     plain_divergence(mine, theirs, 0.3, 1.0)[:, 129:-1].mean().backward()
     # Token n has the probabilities that token n - 1 predicts.
-    stored_ids, stored = F.pad(top[:, :-1], (0, 0, 1, 0)), F.pad(theirs[:, :-1, :-1], (0, 0, 1, 0))
-    packed_ids, packed_logprobs = torch.zeros(1, 148, 4, dtype=torch.long), torch.zeros(1, 148, 4, dtype=torch.float64)
+    stored_ids = F.pad(top[:, :-1], (0, 0, 1, 0))
+    stored = F.pad(theirs[:, :-1, :-1], (0, 0, 1, 0))
+    packed_ids = torch.zeros(1, 148, 4, dtype=torch.long)
+    packed_logprobs = torch.zeros(1, 148, 4, dtype=torch.float64)
     for number, index in enumerate(forest.indices):
-        packed_ids[0, index], packed_logprobs[0, index] = stored_ids[number], stored[number]
+        packed_ids[0, index] = stored_ids[number]
+        packed_logprobs[0, index] = stored[number]
     models = [copy.deepcopy(plain) for _ in range(2)]
     teachers = [copy.deepcopy(teacher).requires_grad_(False) for _ in range(2)]
     plain_2 = copy.deepcopy(plain)
@@ -340,7 +423,10 @@ def test_stored_probabilities_are_shared_by_ranks_and_branches():
 
     def work():
         mesh = make_mesh(2)
-        model, other = (parallelize_model(each[mesh.rank], mesh=mesh, layout=Layout(2)) for each in (models, teachers))
+        model, other = (
+            parallelize_model(each[mesh.rank], mesh=mesh, layout=Layout(2))
+            for each in (models, teachers)
+        )
         errors = []
         for kind, expected in (((packed_ids, packed_logprobs), plain), (other, plain_2)):
             model.zero_grad()
@@ -360,7 +446,9 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
 
     def peak(num_tokens: int) -> int:
         ids = random_ids(1, num_tokens, vocab=4096)
-        return allocator_peak(lambda: ithaka.distill(student, teacher, ids, ids, beta=0.5).loss.backward())
+        return allocator_peak(
+            lambda: ithaka.distill(student, teacher, ids, ids, beta=0.5).loss.backward()
+        )
 
     peak(32)  # allocates the gradients, which stay
     assert peak(288) - peak(32) < 2**20
@@ -376,17 +464,21 @@ def test_tiles_of_the_loss_are_those_of_the_plan(monkeypatch):
 
     for module in (decoder, plan_bytes):
         monkeypatch.setattr(module, "logits_tile_tokens", record)
-    config, ids = tiny_config("llama"), random_ids(1, 9)
+    config = tiny_config("llama")
+    ids = random_ids(1, 9)
     model = parallelize_model(tiny_model(config, torch.float32))
     teacher = parallelize_model(tiny_model(config, torch.float32).requires_grad_(False))
-    shape, layout = find_shape("llama-3.2-3b"), Layout(dtype="float32")
+    shape = find_shape("llama-3.2-3b")
+    layout = Layout(dtype="float32")
     stored = ids[..., None], torch.zeros(1, 9, 1)
     for kind, loss in ((teacher, {"teacher": "x"}), (stored, {"teacher": "data"}), (None, None)):
         if kind is None:
             model(input_ids=ids, labels=ids)
         else:
             ithaka.distill(model, kind, ids, ids)
-        config = parse_config({"data": {"context": 64}, "loss": loss and {"type": "distill", **loss}})
+        config = parse_config(
+            {"data": {"context": 64}, "loss": loss and {"type": "distill", **loss}}
+        )
         gpu_phases(shape, layout, find_hardware("1xH200"), work_from_config(config))
         run, plan = sizes
         assert run / 61 == plan / shape.vocab == (8 if kind is teacher else 4)
@@ -394,13 +486,16 @@ def test_tiles_of_the_loss_are_those_of_the_plan(monkeypatch):
 
 
 def test_branch_labels_have_the_position_of_the_token_that_predicts_them():
-    """A teacher with as many positions as the prompt has tokens predicts the first token of both answers only."""
+    """A teacher with as many positions as the prompt has tokens predicts the first token of both
+    answers only."""
     prompt, *answers = random_ids(3, 6)
     sequences = [torch.cat([prompt, answer]) for answer in answers]
     labels = [ids.masked_fill(torch.arange(12) < 6, IGNORE_INDEX) for ids in sequences]
     forest = ithaka.pack_prefixes(sequences, labels, min_tokens=3)
     assert forest.num_tokens == (24, 18)
-    student, teacher = (parallelize_model(tiny_model(tiny_config("llama"), torch.float32)) for _ in range(2))
+    student, teacher = (
+        parallelize_model(tiny_model(tiny_config("llama"), torch.float32)) for _ in range(2)
+    )
     for limit, count in ((5, 0), (6, 2), (7, 4)):
         teacher.config.max_position_embeddings = limit
         out = ithaka.distill(student, teacher, **forest.inputs)
@@ -408,13 +503,24 @@ def test_branch_labels_have_the_position_of_the_token_that_predicts_them():
 
 
 def test_teachers_that_do_not_match_are_refused():
-    model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
+    model = parallelize_model(tiny_model(tiny_config("llama")))
+    ids = random_ids(1, 9)
     other = parallelize_model(tiny_model(tiny_config("llama", vocab_size=64)).requires_grad_(False))
     call = partial(ithaka.distill, model, other, ids, ids)
     assert_refused(call, "64 tokens, the model 61", fix="the same vocabulary")
-    assert_refused(partial(ithaka.distill, model, None, ids, ids), "teacher=None", fix="pass a parallel teacher")
+    assert_refused(
+        partial(ithaka.distill, model, None, ids, ids),
+        "teacher=None",
+        fix="pass a parallel teacher",
+    )
     stored = torch.zeros(1, 8, 3, dtype=torch.long), torch.zeros(1, 8, 3)
-    assert_refused(partial(ithaka.distill, model, stored, ids, ids), "(1, 8, 3)", fix="[batch, tokens, k]")
-    assert_refused(partial(ithaka.distill, model, model, ids, ids, beta=1.5), "beta=1.5", fix="use 0 to 1")
+    assert_refused(
+        partial(ithaka.distill, model, stored, ids, ids), "(1, 8, 3)", fix="[batch, tokens, k]"
+    )
+    assert_refused(
+        partial(ithaka.distill, model, model, ids, ids, beta=1.5), "beta=1.5", fix="use 0 to 1"
+    )
     plain = tiny_model(tiny_config("llama"))
-    assert_refused(partial(ithaka.distill, model, plain, ids, ids), "not parallel", fix="ithaka.parallelize(")
+    assert_refused(
+        partial(ithaka.distill, model, plain, ids, ids), "not parallel", fix="ithaka.parallelize("
+    )

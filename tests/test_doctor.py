@@ -33,15 +33,23 @@ def run(folder, *options):
 
 
 def test_a_machine_without_a_gpu_is_described(tmp_path):
-    text, report = run(tmp_path), run(tmp_path, "--json")
+    text = run(tmp_path)
+    report = run(tmp_path, "--json")
     assert report["kernels"] == {
         **dict.fromkeys(("fa4", "cudnn", "flash", "efficient", "eager"), "needs a GPU"),
         **dict.fromkeys(("cpu", "reference"), "works"),
     }
-    assert report["missing"][0]["feature"] == "training on a GPU" and "no NVIDIA driver" in report["missing"][0]["why"]
+    assert (
+        report["missing"][0]["feature"] == "training on a GPU"
+        and "no NVIDIA driver" in report["missing"][0]["why"]
+    )
     assert report["gpus"] == [] and report["versions"]["torch"] == version("torch")
     assert report["host"]["memory_bytes"] >= report["host"]["available_bytes"] > 0
-    assert report["disk"]["write_bytes_s"] > 0 and report["disk"]["read_bytes_s"] > 0 and list(tmp_path.iterdir()) == []
+    assert (
+        report["disk"]["write_bytes_s"] > 0
+        and report["disk"]["read_bytes_s"] > 0
+        and list(tmp_path.iterdir()) == []
+    )
     lines = text.splitlines()
     assert len(lines) < 30 and "  kernel cpu        works" in lines and "missing" in lines
 
@@ -70,7 +78,9 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.tempfile, "TemporaryFile", lambda **_: FullFile())
     report = run(tmp_path, "--json")
-    assert "No space left on device" in report["disk"]["problem"] and report["disk"]["free_bytes"] > 0
+    assert (
+        "No space left on device" in report["disk"]["problem"] and report["disk"]["free_bytes"] > 0
+    )
     [row] = [row for row in report["missing"] if row["feature"] == "memory.offload=disk"]
     assert str(tmp_path) in row["why"] and "memory.disk_path" in row["fix"]
     assert "No space left on device" in run(tmp_path)
@@ -83,12 +93,28 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 @pytest.mark.parametrize(
     "changes, feature, fix",
     [
-        ({"gpus": [], "driver": "580.1", "cuda": None}, "training on a GPU", "install a torch with CUDA"),
-        ({"gpus": [], "driver": "580.1", "cuda": "13.0"}, "training on a GPU", "the driver supports CUDA 13.0"),
+        (
+            {"gpus": [], "driver": "580.1", "cuda": None},
+            "training on a GPU",
+            "install a torch with CUDA",
+        ),
+        (
+            {"gpus": [], "driver": "580.1", "cuda": "13.0"},
+            "training on a GPU",
+            "the driver supports CUDA 13.0",
+        ),
         ({"gpus": [{"name": "NVIDIA T4"}]}, "automatic plans", "ithaka bench device"),
         ({"gpus": [{"name": "NVIDIA H200"}] * 2, "nccl": None}, "several GPUs", "NCCL"),
-        ({"kernels": {"fa4": kernels._check_fa4_version() or "is missing; pip"}}, "attention kernel fa4", "pip"),
-        ({"disk": {"folder": "/d", "write_bytes_s": 1e8, "read_bytes_s": 1e10}}, "memory.offload=disk", "disk_path"),
+        (
+            {"kernels": {"fa4": kernels._check_fa4_version() or "is missing; pip"}},
+            "attention kernel fa4",
+            "pip",
+        ),
+        (
+            {"disk": {"folder": "/d", "write_bytes_s": 1e8, "read_bytes_s": 1e10}},
+            "memory.offload=disk",
+            "disk_path",
+        ),
     ],
 )
 def test_missing_features_come_with_a_fix(changes, feature, fix):
@@ -113,7 +139,9 @@ def test_missing_features_come_with_a_fix(changes, feature, fix):
         (["torchcodec", "av", "decord"], "video files", "pip install av"),
     ],
 )
-def test_missing_packages_name_the_features_that_need_them(tmp_path, monkeypatch, packages, feature, fix):
+def test_missing_packages_name_the_features_that_need_them(
+    tmp_path, monkeypatch, packages, feature, fix
+):
     installed = dict.fromkeys(module.PACKAGES, "1")
     assert module.find_optional(installed | dict.fromkeys(packages[1:])) == []
     versions = {"ithaka": "1", **installed, **dict.fromkeys(packages)}
@@ -129,5 +157,7 @@ def test_the_versions_are_printed_without_importing_torch():
     code += "; assert not {'torch', 'transformers'} & {*sys.modules}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"ithaka {ithaka.__version__}\ntorch {version('torch')}\ntransformers ")
+    assert done.stdout.startswith(
+        f"ithaka {ithaka.__version__}\ntorch {version('torch')}\ntransformers "
+    )
     assert "flash-attn-4 " in done.stdout

@@ -1,4 +1,5 @@
-"""`ithaka train` with loss=dpo equals TRL's DPOTrainer in fp64 and resumes bitwise; plans and refusals of such runs."""
+"""`ithaka train` with loss=dpo equals TRL's DPOTrainer in fp64 and resumes bitwise; plans and
+refusals of such runs."""
 
 import contextlib
 import io
@@ -19,7 +20,7 @@ from trl import DPOConfig, DPOTrainer
 from ithaka.checkpoint.export import export
 from ithaka.config import parse_config
 from ithaka.data import pack
-from ithaka.data.documents.formats import BadRecord
+from ithaka.data.documents.dialects import BadRecord
 from ithaka.data.documents.records import detect_format
 from ithaka.layout import make_layout
 from ithaka.log.metrics import read_metrics
@@ -34,16 +35,31 @@ from runs import copy_run_at_step, run
 from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
-CLOSE = {"rel": 1e-6, "abs": 2e-6}  # TRL's fused head computes in fp32; margins are differences of sums
-BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 2e-4, 2
+# TRL's fused head computes in fp32; margins are differences of sums
+CLOSE = {"rel": 1e-6, "abs": 2e-6}
+BETA = 0.3
+SMOOTHING = 0.1
+LR = 2e-4
+STEPS = 2
 # Renders reasoning after the last user message only, as Qwen3's template does.
-DROPS_REASONING = """{%- set last = namespace(user=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}\
-{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>\
-{%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% endif -%}\
+DROPS_REASONING = """{%- set last = namespace(user=0) -%}\
+{%- for m in messages -%}\
+{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}\
+{%- endfor -%}\
+{%- for m in messages -%}<|{{ m.role }}|>\
+{%- if m.reasoning_content and loop.index0 > last.user %}\
+<think>{{ m.reasoning_content }}</think>{% endif -%}\
 {{ m.content }}<end>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
-UNEQUAL = ("tokens_per_s", "step_s", "mfu", "device_peak_bytes", "host_peak_bytes")  # differ between identical runs
-TRL_NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
-             "logps/rejected"}  # fmt: skip
+# differ between identical runs
+UNEQUAL = ("tokens_per_s", "step_s", "mfu", "device_peak_bytes", "host_peak_bytes")
+TRL_NAMES = {
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+}
 
 
 def pairs():
@@ -62,30 +78,72 @@ def configure(folder, adapter, **train):
     """All four sequences are one step, so that their order does not matter."""
     for file, rows in (("pairs", pairs()), ("validation", pairs()[:1])):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    paths = {"path": str(folder / "pairs.jsonl"), "validation_path": str(folder / "validation.jsonl")}
-    return parse_config({
-        "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {**paths, "context": 131},
-        "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]} if adapter else None,
-        "loss": {"type": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
-        "parallel": {"cp": 2},
-        "optim": {"lr": LR, "schedule": "constant", "weight_decay": 0.0, "clip_norm": None, "betas": [0.9, 0.95]},
-        "train": {"run_dir": str(folder / "run"), "steps": STEPS, "global_batch": 4, "save_every": 1, "keep_last": 3,
-                  "validate_every": 2, "validate_sequences": 1, **train},
-    })  # fmt: skip
+    paths = {
+        "path": str(folder / "pairs.jsonl"),
+        "validation_path": str(folder / "validation.jsonl"),
+    }
+    return parse_config(
+        {
+            "model": {"path": str(folder / "model"), "dtype": "float64"},
+            "data": {**paths, "context": 131},
+            "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
+            if adapter
+            else None,
+            "loss": {"type": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
+            "parallel": {"cp": 2},
+            "optim": {
+                "lr": LR,
+                "schedule": "constant",
+                "weight_decay": 0.0,
+                "clip_norm": None,
+                "betas": [0.9, 0.95],
+            },
+            "train": {
+                "run_dir": str(folder / "run"),
+                "steps": STEPS,
+                "global_batch": 4,
+                "save_every": 1,
+                "keep_last": 3,
+                "validate_every": 2,
+                "validate_sequences": 1,
+                **train,
+            },
+        }
+    )
 
 
 def run_trl(folder, adapter):
     """Return TRL's logs and weights after the same number of steps."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": LR, "optim": "adamw_torch",
-                "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1e9, "adam_beta2": 0.95,
-                "loss_type": "robust", "beta": BETA, "label_smoothing": SMOOTHING, "logging_steps": 1,
-                "max_length": 256, "bf16": False,
-                "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}  # fmt: skip
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]) if adapter else None
-    arguments = {"train_dataset": Dataset.from_list(pairs()), "processing_class": tokenizer(), "peft_config": lora}
+    settings = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": LR,
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1e9,
+        "adam_beta2": 0.95,
+        "loss_type": "robust",
+        "beta": BETA,
+        "label_smoothing": SMOOTHING,
+        "logging_steps": 1,
+        "max_length": 256,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    lora = (
+        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]) if adapter else None
+    )
+    arguments = {
+        "train_dataset": Dataset.from_list(pairs()),
+        "processing_class": tokenizer(),
+        "peft_config": lora,
+    }
     with trainer_environment(cp=0), contextlib.redirect_stdout(io.StringIO()):
         trainer = DPOTrainer(model, args=DPOConfig(str(folder / "trl"), **settings), **arguments)
         if adapter:  # start from ithaka's initial adapter
@@ -95,7 +153,9 @@ def run_trl(folder, adapter):
                     param.data.copy_(first[name.replace(".default", "")])
         trainer.train()
     named = (trainer.model if adapter else model).named_parameters()
-    return trainer.state.log_history[:STEPS], {name.replace(".default", ""): param.detach() for name, param in named}
+    return trainer.state.log_history[:STEPS], {
+        name.replace(".default", ""): param.detach() for name, param in named
+    }
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +180,21 @@ def run_sharing(min_tokens, *arguments):
 
 
 @pytest.mark.parametrize(
-    "adapter, num_ranks", [(False, 2), *(pytest.param(way, 4, marks=pytest.mark.slow) for way in (False, True))]
+    "adapter, num_ranks",
+    [(False, 2), *(pytest.param(way, 4, marks=pytest.mark.slow) for way in (False, True))],
 )
 def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
-    """On 2 and 2 x 2 ranks, with each prompt computed once. A resumed run is identical bit for bit."""
+    """On 2 and 2 x 2 ranks, with each prompt computed once. A resumed run is identical bit for
+    bit."""
     work_dir = folder / f"adapter={adapter}-{num_ranks}"
     work_dir.mkdir()
     (work_dir / "model").symlink_to(folder / "model")
     config = configure(work_dir, adapter)
     if adapter:
         train = replace(config.train, steps=1, run_dir=work_dir / "first-run")
-        ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=1e-30)))
+        ranks.run(
+            2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=1e-30))
+        )
         export(train.run_dir, work_dir / "first")
     ranks.run(num_ranks, run_sharing, 16, config)
     lines = steps(config.train.run_dir)[1:]
@@ -143,7 +207,9 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
         )
     assert "val_rewards/margins" in lines[1]
     export(config.train.run_dir, work_dir / "exported")
-    saved = load_file(work_dir / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    saved = load_file(
+        work_dir / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors")
+    )
     for name, tensor in saved.items():
         assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
     copied = copy_run_at_step(config.train.run_dir, work_dir / "again", 1)
@@ -159,7 +225,12 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     )
     changed = replace(again, model=replace(config.model, path=other))
     what = "base model" if adapter else "reference model"
-    assert_refused(lambda: validate_run(changed, num_ranks, copied), f"model.path={other}", what, fix="start a new run")
+    assert_refused(
+        lambda: validate_run(changed, num_ranks, copied),
+        f"model.path={other}",
+        what,
+        fix="start a new run",
+    )
 
 
 def run_without_sharing(config):
@@ -169,13 +240,21 @@ def run_without_sharing(config):
 
 
 def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
-    """With all turns in one sequence, losses and gradients are the same and fewer tokens are computed."""
+    """With all turns in one sequence, losses and gradients are the same and fewer tokens are
+    computed."""
     turns = [
         message
         for n in range(3)
         for message in (
-            {"role": "user", "content": f"And {n} plus {n * n}, after all that was said before? " * 2},
-            {"role": "assistant", "reasoning_content": f"Add {n}.", "content": f"It is {n + n * n}, I think."},
+            {
+                "role": "user",
+                "content": f"And {n} plus {n * n}, after all that was said before? " * 2,
+            },
+            {
+                "role": "assistant",
+                "reasoning_content": f"Add {n}.",
+                "content": f"It is {n + n * n}, I think.",
+            },
         )
     ]
     (folder / "think.jinja").write_text(DROPS_REASONING)
@@ -183,21 +262,33 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
     paths = dict.fromkeys(("path", "validation_path"), str(folder / "turns.jsonl"))
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {**paths, "context": 855, "chat_template": str(folder / "think.jinja"), "reasoning": {"turns": "all"}},
+        "data": {
+            **paths,
+            "context": 855,
+            "chat_template": str(folder / "think.jinja"),
+            "reasoning": {"turns": "all"},
+        },
         "parallel": {"cp": 2},
         "optim": {"lr": 1e-3, "schedule": "constant"},
-    }  # fmt: skip
-    records, packed = {}, {}
+    }
+    records = {}
+    packed = {}
     for how, work in {"shared": partial(run_sharing, 16), "apart": run_without_sharing}.items():
-        config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 2, "validate_sequences": 1}})
+        config = parse_config(
+            settings
+            | {"train": {"run_dir": str(folder / how), "steps": 2, "validate_sequences": 1}}
+        )
         ranks.run(2, work, config)
         records[how] = steps(config.train.run_dir)
         summary = json.loads((config.train.run_dir / "data.json").read_text())
         packed[how] = float(summary["packing"].partition("%")[0])
     assert packed["shared"] < 0.75 * packed["apart"]
     for a, b in zip(records["shared"], records["apart"], strict=True):
-        for name in ("loss", "val_loss", "grad_norm"):  # 1e-8: norms round to fp32, as in transformers
-            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-8)), name
+        # 1e-8: norms round to fp32, as in transformers
+        for name in ("loss", "val_loss", "grad_norm"):
+            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-8)), (
+                name
+            )
 
 
 def test_settings_that_do_not_combine_with_pairs_are_refused():
@@ -211,14 +302,29 @@ def test_settings_that_do_not_combine_with_pairs_are_refused():
         ("curriculum", [{"context": 64, "steps": 1}], "leave it out"),
     ):
         names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]
-        assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", fix=fix)
-    assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", fix="loss.type=dpo")
-    assert_refused(lambda: parse_config({"loss": "dop"}), "loss.type=dop", fix="dpo or package.module:function")
+        assert_refused(
+            lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", fix=fix
+        )
+    assert_refused(
+        lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", fix="loss.type=dpo"
+    )
+    assert_refused(
+        lambda: parse_config({"loss": "dop"}), "loss.type=dop", fix="dpo or package.module:function"
+    )
     loss = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
-    assert_refused(lambda: parse_config({"loss": loss}), "loss.label_smoothing=0.1", fix="loss.type=dpo")
-    assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", fix="leave it out")
+    assert_refused(
+        lambda: parse_config({"loss": loss}), "loss.label_smoothing=0.1", fix="loss.type=dpo"
+    )
+    assert_refused(
+        lambda: parse_config({"data": {"train_on": "pairs"}}),
+        "data.train_on=pairs",
+        fix="leave it out",
+    )
     assert (data := parse_config({"loss": "dpo"}).data).train_on == "pairs"
-    with pytest.raises(BadRecord, match="no field chosen or no field rejected, .*loss.type=dpo.* are prompt, chosen"):
+    with pytest.raises(
+        BadRecord,
+        match="no field chosen or no field rejected, .*loss.type=dpo.* are prompt, chosen",
+    ):
         detect_format({"prompt": "a", "chosen": "b"}, data)
 
 
@@ -232,12 +338,15 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
     assert cut.shards[1].nodes.tolist() == [(0, -1, 1), (6, -1, 0)]
     prompt = ~np.arange(15, dtype=np.int32)
     tokens = np.concatenate([prompt, [1, 2], prompt, [3]]).astype(np.int32)
-    documents = pack.Documents(tokens, np.array([33]), samples=np.array([17]))  # would fit without the prompts
+    # would fit without the prompts
+    documents = pack.Documents(tokens, np.array([33]), samples=np.array([17]))
     for mode in ("split", "refuse"):
         assert_refused(
             lambda mode=mode: pack.cut_documents(documents, 14, long._replace(mode=mode)),
-            "a pair of 33 tokens", "data.context=14", fix="drop",
-        )  # fmt: skip
+            "a pair of 33 tokens",
+            "data.context=14",
+            fix="drop",
+        )
 
 
 def test_the_plan_includes_the_reference_model(folder):
@@ -255,4 +364,6 @@ def test_the_plan_includes_the_reference_model(folder):
         more = dpo.ledger.gpu["parameters"] - plain.ledger.gpu["parameters"]
         assert more == (0 if adapter else 2 * plain.shape.num_parameters)
         words = "the model without its adapter" if adapter else "a frozen copy"
-        assert f"\nreference: {words}; its forward" in as_text(dpo, "m") and "reference" not in as_text(plain, "m")
+        assert f"\nreference: {words}; its forward" in as_text(
+            dpo, "m"
+        ) and "reference" not in as_text(plain, "m")

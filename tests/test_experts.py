@@ -1,4 +1,5 @@
-"""Expert blocks match transformers' experts in outputs and every gradient, for any distribution of tokens."""
+"""Expert blocks match transformers' experts in outputs and every gradient, for any distribution of
+tokens."""
 
 import re
 from collections import deque
@@ -27,7 +28,9 @@ from ithaka.train.step import expert_loads
 from models import tiny_config, tiny_model
 from parity import random_ids, relative
 
-E, K, T = 4, 2, 13
+E = 4
+K = 2
+T = 13
 GENERATOR = torch.Generator().manual_seed(4)
 DISTRIBUTIONS = {
     "mixed": torch.stack([torch.randperm(E, generator=GENERATOR)[:K] for _ in range(T)]),
@@ -47,25 +50,36 @@ FAMILIES = {
 
 
 def find_experts(layer: nn.Module) -> nn.Module | None:
-    experts = (module for module in layer.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
+    experts = (
+        module
+        for module in layer.modules()
+        if hasattr(module, "down_proj") and hasattr(module, "num_experts")
+    )
     return next(experts, None)
 
 
 def random_inputs(dtype: torch.dtype = torch.float64):
     generator = torch.Generator().manual_seed(6)
-    x, weights, dy = (torch.randn(T, n, generator=generator, dtype=torch.float64) for n in (32, K, 32))
+    x, weights, dy = (
+        torch.randn(T, n, generator=generator, dtype=torch.float64) for n in (32, K, 32)
+    )
     return x.to(dtype).requires_grad_(), weights.sigmoid().to(dtype).requires_grad_(), dy.to(dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_equal_those_of_transformers(family):
-    """In one call with autograd, and in two tiles with summed gradients, the second of which skips its output."""
+    """In one call with autograd, and in two tiles with summed gradients, the second of which skips
+    its output."""
     layer = tiny_decoder(family, num_hidden_layers=2, **FAMILIES[family]).model.layers[1]
     module = find_experts(layer)
     if module is None:
-        pytest.skip(f"{family} has another kind of experts in transformers {transformers.__version__}")
-    params, (x, weights, dy) = dict(module.named_parameters()), random_inputs()
-    inputs, names = [x, weights, *params.values()], ["x", "weights", *params]
+        pytest.skip(
+            f"{family} has another kind of experts in transformers {transformers.__version__}"
+        )
+    params = dict(module.named_parameters())
+    (x, weights, dy) = random_inputs()
+    inputs = [x, weights, *params.values()]
+    names = ["x", "weights", *params]
     plain = {}
     for name, chosen in DISTRIBUTIONS.items():
         y = module(x, chosen, weights)
@@ -78,7 +92,8 @@ def test_experts_equal_those_of_transformers(family):
         expected, wanted = plain[distribution]
         y = module(x, chosen, weights)
         autograd_grads = torch.autograd.grad(y, inputs, dy)
-        sums, tiles = GradSum(), []
+        sums = GradSum()
+        tiles = []
         for rows, skips in ((slice(0, 5), False), (slice(5, T), True)):
             with experts.repeat_tile(deque(), skips_mlp=skips):
                 y_tile = module(x[rows], chosen[rows], weights[rows])
@@ -98,11 +113,14 @@ def test_experts_equal_those_of_transformers(family):
     [
         ("gpt_oss", Layout(4, heads_per_stage=4, tile_tokens=5)),
         pytest.param("deepseek_v3", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
-        pytest.param("glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7), marks=pytest.mark.slow),
+        pytest.param(
+            "glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
-    used, run = [], ExpertBlock.__call__
+    used = []
+    run = ExpertBlock.__call__
 
     def record(self, x, chosen, weights):
         used.append(chosen.unique().numel())
@@ -110,8 +128,15 @@ def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
         return run(self, x, chosen, weights)
 
     monkeypatch.setattr(ExpertBlock, "__call__", record)
-    changes = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "first_k_dense_replace": 0}
-    assert_equal(compare(tiny_decoder(family, num_hidden_layers=1, **FAMILIES[family], **changes), layout))
+    changes = {
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 0,
+    }
+    assert_equal(
+        compare(tiny_decoder(family, num_hidden_layers=1, **FAMILIES[family], **changes), layout)
+    )
     assert min(used) < 8
 
 
@@ -119,7 +144,9 @@ def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
 def test_bf16_uses_the_grouped_kernel(family, monkeypatch):
     calls = []
     grouped_mm = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or grouped_mm(*args, **kwargs))
+    monkeypatch.setattr(
+        F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or grouped_mm(*args, **kwargs)
+    )
     model = tiny_decoder(family, torch.float32, num_hidden_layers=1)
     layout = Layout(tile_tokens=16, dtype="bfloat16", kept=(ActivationPolicy(attention="device"),))
     model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
@@ -127,33 +154,42 @@ def test_bf16_uses_the_grouped_kernel(family, monkeypatch):
     loss = model(input_ids=ids, labels=ids).loss
     assert len(calls) == 2 * 2  # two tiles
     loss.backward()
-    assert len(calls) == 2 * (2 + 1 + 2)  # the first product again and two input gradients; weight gradients are summed
+    # the first product again and two input gradients; weight gradients are summed
+    assert len(calls) == 2 * (2 + 1 + 2)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @torch.no_grad()
 def test_weight_gradients_are_summed_over_tiles_unrounded(is_transposed):
-    """Compare bf16 with fp64 products of the same inputs; rounding each tile's product would give an error of 1e-3."""
+    """Compare bf16 with fp64 products of the same inputs; rounding each tile's product would give
+    an error of 1e-3."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     shape = (E, 16, 24) if is_transposed else (E, 24, 16)
-    weight, a_AD, b_MA = draw(*shape), draw(E * 8, 16), draw(24, 8 * E)
-    linear = GroupedLinear(nn.Parameter(weight), None, is_transposed, nn.Parameter(a_AD), nn.Parameter(b_MA))
+    weight = draw(*shape)
+    a_AD = draw(E * 8, 16)
+    b_MA = draw(24, 8 * E)
+    linear = GroupedLinear(
+        nn.Parameter(weight), None, is_transposed, nn.Parameter(a_AD), nn.Parameter(b_MA)
+    )
     wide = GroupedLinear(weight.double(), None, is_transposed, a_AD.double(), b_MA.double())
     for tensor in wide.tensors:
         tensor.requires_grad_()
-    sums, expected = GradSum(), GradSum()
+    sums = GradSum()
+    expected = GradSum()
     for _ in range(4):
-        x, dy = draw(T * K, 16), draw(T * K, 24)
+        x = draw(T * K, 16)
+        dy = draw(T * K, 24)
         rows = SortedAssignments.sort(DISTRIBUTIONS["mixed"], E)
         linear.add_grads(dy, x, rows, sums, is_only_tile=False)
         wide.add_grads(dy.double(), x.double(), rows, expected, is_only_tile=False)
     pairs = zip(linear.tensors, wide.tensors, strict=True)
     errors = [relative(sums.take(a).double(), expected.take(b)) for a, b in pairs]
-    assert errors[0] < 1e-6 and max(errors) < 3e-3  # the input of an adapter's second matrix is rounded
+    # the input of an adapter's second matrix is rounded
+    assert errors[0] < 1e-6 and max(errors) < 3e-3
 
 
 EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -164,7 +200,10 @@ EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     [
         ("gpt_oss", EXPERT_WEIGHTS, Layout(2, tile_tokens=7)),
         pytest.param(
-            "deepseek_v3", EXPERT_WEIGHTS[1:], Layout(tile_tokens=9, kept=(EVERYTHING,)), marks=pytest.mark.slow
+            "deepseek_v3",
+            EXPERT_WEIGHTS[1:],
+            Layout(tile_tokens=9, kept=(EVERYTHING,)),
+            marks=pytest.mark.slow,
         ),
         ("qwen3_moe", EXPERT_WEIGHTS, Layout(2, tile_tokens=5)),
     ],
@@ -194,11 +233,13 @@ def test_replayed_choices_equal_a_router_that_makes_them(family, layout):
         plain = tiny_model(tiny_config(family, num_hidden_layers=2))
     else:
         plain = tiny_decoder(family, num_hidden_layers=2, first_k_dense_replace=0)
-    ids, generator = random_ids(1, 24), torch.Generator().manual_seed(9)
+    ids = random_ids(1, 24)
+    generator = torch.Generator().manual_seed(9)
     chosen = torch.rand(1, 24, 2, E, generator=generator).topk(K).indices  # batch, tokens, layers
 
     def plain_loss(model):
-        layers, original = iter(chosen[0].unbind(1)), torch.topk
+        layers = iter(chosen[0].unbind(1))
+        original = torch.topk
 
         def topk(scores, k, *args, **kwargs):
             if scores.dim() != 2 or scores.shape[-1] != E:  # topk over groups of experts
@@ -231,8 +272,11 @@ def test_wrong_choices_are_refused():
 
 
 def test_the_load_of_experts_is_counted_in_training(monkeypatch):
-    model = parallelize_model(tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1), layout=Layout(tile_tokens=4))
-    ids, chosen = random_ids(1, 8), torch.tensor([[0, 1], [0, 2]]).repeat(4, 1).view(1, 8, 1, K)
+    model = parallelize_model(
+        tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1), layout=Layout(tile_tokens=4)
+    )
+    ids = random_ids(1, 8)
+    chosen = torch.tensor([[0, 1], [0, 2]]).repeat(4, 1).view(1, 8, 1, K)
     model(input_ids=ids, labels=ids, expert_indices=chosen).loss.backward()
     model.eval()
     model(input_ids=ids)
@@ -247,8 +291,10 @@ def test_the_load_of_experts_is_counted_in_training(monkeypatch):
 
 
 def test_large_layers_are_not_gathered_ahead(monkeypatch):
-    """Without overlap, backward gathers each layer only when it needs it; gradients are the same."""
-    ahead, unshard = [], FSDPParamGroup._prefetch_unshard
+    """Without overlap, backward gathers each layer only when it needs it; gradients are the
+    same."""
+    ahead = []
+    unshard = FSDPParamGroup._prefetch_unshard
 
     def record(group, kind):
         ahead.append(not group.is_unsharded)
@@ -258,15 +304,29 @@ def test_large_layers_are_not_gathered_ahead(monkeypatch):
     for limit in (2**40, 0):
         monkeypatch.setattr("ithaka.layout.PREFETCHED_BYTES", limit)
         ahead.clear()
-        assert_equal(compare(tiny_decoder("gpt_oss", num_hidden_layers=3), Layout(2, overlap=False)))
-        assert sum(ahead) == 2 * (5 if limit else 1)  # ranks; lm_head, three layers and the embedding, or only lm_head
+        assert_equal(
+            compare(tiny_decoder("gpt_oss", num_hidden_layers=3), Layout(2, overlap=False))
+        )
+        # ranks; lm_head, three layers and the embedding, or only lm_head
+        assert sum(ahead) == 2 * (5 if limit else 1)
 
 
 # ---- the probe
 
 
-LARGE = {"num_hidden_layers": 1, "num_local_experts": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
-LARGE |= {"n_routed_experts": 64, "num_experts": 64, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+LARGE = {
+    "num_hidden_layers": 1,
+    "num_local_experts": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 96,
+}
+LARGE |= {
+    "n_routed_experts": 64,
+    "num_experts": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -274,12 +334,16 @@ LARGE |= {"n_routed_experts": 64, "num_experts": 64, "n_group": 2, "topk_group":
     [
         ("gpt_oss", True),
         ("deepseek_v3", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", False), ("qwen2_moe", True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gpt_oss", False), ("qwen2_moe", True))
+        ),
     ],
 )
 def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
     """In the adapted cases, each expert has an adapter."""
-    model, sizes = tiny_decoder(family, torch.float32, **LARGE), []
+    model = tiny_decoder(family, torch.float32, **LARGE)
+    sizes = []
     if adapted:
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = add_lora(model, target_modules=[], target_parameters=names).get_base_model()
@@ -293,7 +357,9 @@ def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
     assert isinstance(spec.blocks[-1], expert_blocks.ExpertSpec)
     # Qwen2-MoE multiplies the output of its shared expert, so a gradient depends on it.
     assert spec.skips_mlp == (family != "qwen2_moe")
-    assert len(sizes) == 2 and max(sizes) < 0.3 * sum(param.numel() for param in model.model.layers.parameters())
+    assert len(sizes) == 2 and max(sizes) < 0.3 * sum(
+        param.numel() for param in model.model.layers.parameters()
+    )
 
 
 def test_running_out_of_memory_in_the_probe_is_raised(monkeypatch):
@@ -312,6 +378,8 @@ def test_a_layer_that_falls_back_to_transformers_experts_is_named(monkeypatch):
 
     monkeypatch.setattr(_ExpertsFunction, "forward", fail)
     model = tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1)
-    with pytest.warns(UserWarning, match=r"model.layers.0 runs its experts as transformers does.*no such kernel"):
+    with pytest.warns(
+        UserWarning, match=r"model.layers.0 runs its experts as transformers does.*no such kernel"
+    ):
         (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
     assert not any(isinstance(block, expert_blocks.ExpertSpec) for block in spec.blocks)

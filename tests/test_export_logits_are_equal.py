@@ -13,7 +13,7 @@ from ithaka.checkpoint.export import export, write_card
 from ithaka.cli import app
 from ithaka.cli import runs as runs_commands
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.train.trainer import prepare
+from ithaka.train.prepare import prepare
 from refusals import assert_refused
 from runs import MODEL, metrics, run, tiny_run, validate
 
@@ -30,7 +30,9 @@ def trained_state(config, ids_BS):
 FAMILIES = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False, "model_type": "qwen3"}]
 
 
-@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)], ids=str
+)
 def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     if "model_type" in family:
         family = {**family, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
@@ -52,8 +54,11 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     assert AutoTokenizer.from_pretrained(out)("añ")["input_ids"] == list("añ".encode())
     assert not list(Path(out).glob("*.bin")) and list(Path(out).glob("*.safetensors"))
     write_card(config.train.run_dir, out, "org/name")
-    card, losses = (out / "README.md").read_text(), [line["val_loss"] for line in metrics(config.train.run_dir)]
-    assert "# org/name" in card and "library_name: transformers" in card and str(tmp_path) not in card
+    card = (out / "README.md").read_text()
+    losses = [line["val_loss"] for line in metrics(config.train.run_dir)]
+    assert (
+        "# org/name" in card and "library_name: transformers" in card and str(tmp_path) not in card
+    )
     for fact in (
         "| base model | none: trained from scratch |",
         "| data | texts |",
@@ -68,7 +73,8 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
 
 def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     """The tokenizer of the pretrained model has two more tokens than the model."""
-    source, tokenizer = tmp_path / "source", ByteTokenizer().hf
+    source = tmp_path / "source"
+    tokenizer = ByteTokenizer().hf
     template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
     tokenizer.chat_template = template
     tokenizer.add_tokens(["<|user|>", "<|end|>"], special_tokens=True)
@@ -79,20 +85,29 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     (source / "generation_config.json").write_text(generation)
     config = tiny_run(tmp_path, data={"tokenizer": None}, optim={"lr": 1e-5}, train={"steps": 3})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=source))
-    assert_refused(lambda: validate(config), "261", "vocab_size=259", fix="model.resize_embeddings=true")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
+    assert_refused(
+        lambda: validate(config), "261", "vocab_size=259", fix="model.resize_embeddings=true"
+    )
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, resize_embeddings=True)
+    )
     ranks.run(2, run, config)
     ranks.run(1, run, *with_one_more_step(config))
 
     out = export(config.train.run_dir, tmp_path / "out")
-    exported, loaded = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert exported.config.vocab_size == 320 and exported.generation_config.eos_token_id == [257, 260]
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert exported.config.vocab_size == 320 and exported.generation_config.eos_token_id == [
+        257,
+        260,
+    ]
     assert (out / "generation_config.json").read_text() == generation
     chat = [{"role": "user", "content": "hi"}]
     assert loaded.apply_chat_template(chat, tokenize=False) == "<|user|>hi<|end|>"
     assert loaded.convert_tokens_to_ids(["<|user|>", "<|end|>"]) == [259, 260]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        before, after = model.state_dict()[name], exported.state_dict()[name]
+        before = model.state_dict()[name]
+        after = exported.state_dict()[name]
         torch.testing.assert_close(after[:259], before, rtol=0, atol=1e-4)
         torch.testing.assert_close(after[259:], before.mean(0).expand(61, -1), rtol=0, atol=1e-4)
 
@@ -114,15 +129,28 @@ def small(ranks, tmp_path_factory):
 def test_only_files_that_the_export_wrote_are_pushed(small, tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(runs_commands, "create_repository", lambda name: None)
-    monkeypatch.setattr(runs_commands, "push_files", lambda folder, names, *args: pushed.extend(names) or "address")
-    for name in ("notes.txt", "config.json", "README.md", *(f"private/{i:02}.txt" for i in range(12))):
+    monkeypatch.setattr(
+        runs_commands, "push_files", lambda folder, names, *args: pushed.extend(names) or "address"
+    )
+    for name in (
+        "notes.txt",
+        "config.json",
+        "README.md",
+        *(f"private/{i:02}.txt" for i in range(12)),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("my own")
     words = ["export", small.train.run_dir, tmp_path, "--push", "org/name", "--force"]
     shown = CliRunner().invoke(app, list(map(str, words))).stdout
     assert {"README.md", "config.json", "model.safetensors", "tokenizer_config.json"} <= {*pushed}
-    assert len({*pushed}) == len(pushed) and all((tmp_path / name).read_text("latin1") != "my own" for name in pushed)
-    own = [file.name for file in sorted(tmp_path.rglob("*")) if file.is_file() and file.read_text("latin1") == "my own"]
+    assert len({*pushed}) == len(pushed) and all(
+        (tmp_path / name).read_text("latin1") != "my own" for name in pushed
+    )
+    own = [
+        file.name
+        for file in sorted(tmp_path.rglob("*"))
+        if file.is_file() and file.read_text("latin1") == "my own"
+    ]
     assert own == ["notes.txt", *(f"{i:02}.txt" for i in range(12))]
     assert "notes.txt, private/00.txt" in shown and "private/08.txt and 3 more" in shown
 
@@ -132,7 +160,12 @@ def test_a_link_in_a_run_is_not_exported(small, tmp_path):
     copy = shutil.copytree(small.train.run_dir, tmp_path / "run")
     (tmp_path / "secret").write_text("secret")
     (copy / "model/notes.txt").symlink_to(tmp_path / "secret")
-    assert_refused(lambda: export(copy, tmp_path / "out"), f"RUN_DIR={copy}", "model/notes.txt", fix="remove it")
+    assert_refused(
+        lambda: export(copy, tmp_path / "out"),
+        f"RUN_DIR={copy}",
+        "model/notes.txt",
+        fix="remove it",
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -145,6 +178,9 @@ def test_export_needs_a_run_and_an_empty_folder_or_force(small, tmp_path, monkey
         assert export(config.train.run_dir, Path(".")) == out
     assert_refused(lambda: export(config.train.run_dir, out), f"OUT_DIR={out}", fix="--force")
     assert export(config.train.run_dir, out, force=True) == out
-    missing, other = tmp_path / "nowhere", tmp_path / "other"
-    assert_refused(lambda: export(missing, other), str(missing), fix="the directory of an earlier run")
+    missing = tmp_path / "nowhere"
+    other = tmp_path / "other"
+    assert_refused(
+        lambda: export(missing, other), str(missing), fix="the directory of an earlier run"
+    )
     assert not (tmp_path / "other").exists()

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka.checkpoint import files, save
+from ithaka.checkpoint import checkpoints, save
 from ithaka.comm.mesh import start_process_group
 from ithaka.config import ConfigError, parse_config
 from ithaka.exits import ExitCode, TransientError
@@ -29,18 +29,31 @@ from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import GPUS
 from ithaka.run import validate as checks
-from ithaka.train import heartbeat, loop, step, watch
+from ithaka.train import heartbeat, journal, loop, prepare, shutdown, step, watch
 from ithaka.train import trainer as trainer_module
+from ithaka.train.bad_steps import BadSteps
 from ranks import Ranks
-from runs import bitwise_metrics, copy_run_at_step, metrics, run, run_and_record_exit, tiny_run, validate, wait_for
+from runs import (
+    bitwise_metrics,
+    copy_run_at_step,
+    metrics,
+    run,
+    run_and_record_exit,
+    tiny_run,
+    validate,
+    wait_for,
+)
 
 
 def with_run_dir(config, run_dir, **train):
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir, **train))
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, run_dir=run_dir, **train)
+    )
 
 
 def run_with_fault(fault, config, resume=False):
-    """Inject a fault with `fault(patch)`; return this rank's output and the error that ends the run."""
+    """Inject a fault with `fault(patch)`; return this rank's output and the error that ends the
+    run."""
     error = None
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         fault(patch)
@@ -75,14 +88,17 @@ def fails_once(function, number):
 def disk_full(patch):
     """Fail on rank 1 while it writes the first checkpoint."""
     if dist.get_rank() == 1:
-        patch.setattr(save.dcp.FileSystemWriter, "write_data",
-                      fails_once(save.dcp.FileSystemWriter.write_data, errno.ENOSPC))  # fmt: skip
+        patch.setattr(
+            save.dcp.FileSystemWriter,
+            "write_data",
+            fails_once(save.dcp.FileSystemWriter.write_data, errno.ENOSPC),
+        )
 
 
 def read_only(patch):
     """Fail on rank 0 while it publishes the first checkpoint."""
     if dist.get_rank() == 0:
-        patch.setattr(files.os, "rename", fails_once(os.rename, errno.EROFS))
+        patch.setattr(checkpoints.os, "rename", fails_once(os.rename, errno.EROFS))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +108,9 @@ def read_only(patch):
         pytest.param(read_only, "rank 0: OSError: [Errno 30] Read-only", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, reference_run, tmp_path, fault, message):
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
+    ranks, reference_run, tmp_path, fault, message
+):
     config = with_run_dir(reference_run, tmp_path / "run")
     (output, error), _ = ranks.run(2, run_with_fault, fault, config)
     assert error is None
@@ -103,8 +121,18 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, referen
 
 def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, capfd):
     """Deleting an old checkpoint, closing the console and summarizing the run all fail."""
-    settings = {"steps": 2, "save_every": 1, "keep_last": 1, "validate_every": 0, "validate_sequences": 0}
-    config, close, rmtree, summaries = tiny_run(tmp_path, train=settings), Console.close, shutil.rmtree, []
+    settings = {
+        "steps": 2,
+        "save_every": 1,
+        "keep_last": 1,
+        "validate_every": 0,
+        "validate_sequences": 0,
+    }
+    config = tiny_run(tmp_path, train=settings)
+    close = Console.close
+    rmtree = shutil.rmtree
+    summarize_run = journal.summarize_run
+    summaries = []
 
     def keep_checkpoints(path, *args, ignore_errors=False, **kwargs):
         if path.name.startswith("step-") and not ignore_errors:
@@ -117,14 +145,14 @@ def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, c
 
     def fail_to_summarize(trainer):
         (trainer.run.run_dir / "metrics.jsonl").write_text("{\n")
-        summaries.append(watch.summarize_run(trainer))
+        summaries.append(summarize_run(trainer))
         raise ZeroDivisionError("no summary")
 
-    monkeypatch.setattr(files.shutil, "rmtree", keep_checkpoints)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", keep_checkpoints)
     monkeypatch.setattr(Console, "close", fail_to_close)
-    monkeypatch.setattr(loop, "summarize_run", fail_to_summarize)
+    monkeypatch.setattr(journal, "summarize_run", fail_to_summarize)
     assert run(config) == ExitCode.DONE
-    assert files.find_checkpoint(config.train.run_dir).name == "step-00000002"
+    assert checkpoints.find_checkpoint(config.train.run_dir).name == "step-00000002"
     printed = capfd.readouterr()
     assert (
         f"step-00000001 cannot be deleted ([Errno {errno.ENOTEMPTY}] " in printed.err
@@ -132,47 +160,65 @@ def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, c
     )
     for reason in ("(OSError: no console)", "(ZeroDivisionError: no summary)"):
         assert f"{reason}; the checkpoints are not affected" in printed.err
-    assert len(summaries) == 1 and "export" in summaries[0] and "speed" not in summaries[0], "no step was recorded"
+    assert len(summaries) == 1 and "export" in summaries[0] and "speed" not in summaries[0], (
+        "no step was recorded"
+    )
 
 
 def slow_to_write(patch):
     """Delay writing, so that the next steps change the weights before the checkpoint is on disk."""
     dcp_save = save.dcp.save
-    patch.setattr(save.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or dcp_save(*args, **kwargs))
+    patch.setattr(
+        save.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or dcp_save(*args, **kwargs)
+    )
 
 
 def in_the_foreground(patch):
     slow_to_write(patch)
-    patch.setattr(trainer_module, "can_save_in_background", lambda run: False)
+    patch.setattr(prepare, "can_save_in_background", lambda run: False)
 
 
 def test_a_background_save_has_the_state_of_its_step(ranks, reference_run, tmp_path):
-    output, saved = {}, {}
+    output = {}
+    saved = {}
     for fault in (slow_to_write, in_the_foreground):
         config = with_run_dir(reference_run, tmp_path / fault.__name__)
         (output[fault], error), _ = ranks.run(2, run_with_fault, fault, config)
         assert error is None
-        states = [files.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
+        states = [
+            checkpoints.read_state(path)
+            for path in sorted(config.train.run_dir.glob("checkpoints/*"))
+        ]
         names = ("__0_0.distcp", "__1_0.distcp")
-        saved[fault] = [(state["step"], [state["checksums"][name] for name in names]) for state in states]
+        saved[fault] = [
+            (state["step"], [state["checksums"][name] for name in names]) for state in states
+        ]
     assert [step for step, _ in saved[slow_to_write]] == [2, 4]
     assert saved[slow_to_write] == saved[in_the_foreground]
     assert "every 15 minutes and 2 steps, in the background" in output[slow_to_write]
     assert "in the foreground: " in output[in_the_foreground]
 
 
-STEP_S, SAVE_S = 2.0, 3.0  # watchdog limit inside a step; duration of a slow save
+# watchdog limit inside a step; duration of a slow save
+STEP_S = 2.0
+SAVE_S = 3.0
 
 
 def stop_while_saving(config):
-    """Write the first checkpoint slowly on rank 1 until more saves are due, then stop the run as a user would."""
-    saves, paths, write = [], [], save.dcp.FileSystemWriter.write_data
+    """Write the first checkpoint slowly on rank 1 until more saves are due, then stop the run as a
+    user would."""
+    saves = []
+    paths = []
+    write = save.dcp.FileSystemWriter.write_data
 
     def slow(*args):
         saves.append(args)
         if dist.get_rank() == 1 and len(saves) == 1:
             with contextlib.suppress(AssertionError):
-                wait_for(lambda: "event" in (config.train.run_dir / "metrics.jsonl").read_text(), timeout_s=10)
+                wait_for(
+                    lambda: "event" in (config.train.run_dir / "metrics.jsonl").read_text(),
+                    timeout_s=10,
+                )
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(SAVE_S)
             paths.append(PhaseState.path)
@@ -184,28 +230,44 @@ def stop_while_saving(config):
         patch.setattr(heartbeat, "exit_rank", exits.append)
         patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
         checked = validate(config)
-        limits, code = heartbeat.Limits.for_run(checked), loop.train(checked)
-    return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
+        limits = heartbeat.Limits.for_run(checked)
+        code = loop.train(checked)
+    return (
+        code,
+        output.getvalue(),
+        exits,
+        [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths],
+    )
 
 
 @pytest.mark.slow
 def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, tmp_path):
-    config = with_run_dir(reference_run, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
+    config = with_run_dir(
+        reference_run, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9
+    )
     victims = Ranks(2)
     try:
-        (code, output, exits, _), (*_, other_exits, waits_as_saving) = victims.run(2, stop_while_saving, config)
+        (code, output, exits, _), (*_, other_exits, waits_as_saving) = victims.run(
+            2, stop_while_saving, config
+        )
     finally:
         victims.close()
     assert exits == other_exits == [] and waits_as_saving == [True]
     lines = metrics(tmp_path / "run")
-    last, skipped = lines[-1]["step"], [line for line in lines if "event" in line]
-    assert code == ExitCode.SIGNALED + signal.SIGINT and (tmp_path / "run/latest").read_text() == f"step-{last:08d}\n"
+    last = lines[-1]["step"]
+    skipped = [line for line in lines if "event" in line]
+    assert (
+        code == ExitCode.SIGNALED + signal.SIGINT
+        and (tmp_path / "run/latest").read_text() == f"step-{last:08d}\n"
+    )
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
         "step-00000002",
         f"step-{last:08d}",
     ]
     # One event for each save that was due.
-    assert [line["step"] for line in skipped] == list(range(4, last, 2)) and skipped[0]["save_in_progress"] == 2
+    assert [line["step"] for line in skipped] == list(range(4, last, 2)) and skipped[0][
+        "save_in_progress"
+    ] == 2
     assert all(line["event"] in output and "train.save_every" in line["event"] for line in skipped)
 
 
@@ -215,14 +277,26 @@ def train_with_slow_saves(config):
         loop.train(validate(config))
 
 
-def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, reference_run, tmp_path):
+def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(
+    ranks, reference_run, tmp_path
+):
     config = with_run_dir(
-        reference_run, tmp_path / "run", steps=4, save_every=1, validate_every=1, keep_best=True, keep_last=9
+        reference_run,
+        tmp_path / "run",
+        steps=4,
+        save_every=1,
+        validate_every=1,
+        keep_best=True,
+        keep_last=9,
     )
     ranks.run(1, train_with_slow_saves, config)
     lines = metrics(tmp_path / "run")
     losses = {line["step"]: line["val_loss"] for line in lines if "event" not in line}
-    improved = [step for step in range(2, 5) if losses[step] < min(losses[earlier] for earlier in range(1, step))]
+    improved = [
+        step
+        for step in range(2, 5)
+        if losses[step] < min(losses[earlier] for earlier in range(1, step))
+    ]
     saved = [int(path.name[-1]) for path in sorted((tmp_path / "run/checkpoints").iterdir())]
     assert len(improved) > 1 and set(improved) <= set(saved)
     assert not [line for line in lines if "event" in line and line["step"] in improved]
@@ -231,15 +305,19 @@ def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks
 def run_without_shared_directory(config):
     local = with_run_dir(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "SHARED_FS_DELAY_S", 0.1)
+        patch.setattr(checkpoints, "SHARED_FS_DELAY_S", 0.1)
         with pytest.raises(TransientError) as error:
             run(local)
     assert error.value.shared and error.value.exit_code == ExitCode.TRANSIENT
     return str(error.value)
 
 
-def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, reference_run, tmp_path):
-    first, second = ranks.run(2, run_without_shared_directory, with_run_dir(reference_run, tmp_path))
+def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(
+    ranks, reference_run, tmp_path
+):
+    first, second = ranks.run(
+        2, run_without_shared_directory, with_run_dir(reference_run, tmp_path)
+    )
     missing = f"{tmp_path}/0/checkpoints/.tmp-step-00000002/__1_0.distcp"
     assert first == (
         f"train.run_dir={tmp_path}/0: rank 0 does not see {missing}, which rank 1 wrote; "
@@ -252,7 +330,11 @@ def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, refe
 def late(patch):
     """On rank 0, the files of the second checkpoint do not appear in time."""
     is_visible = save.is_visible
-    patch.setattr(save, "is_visible", lambda file, size: "step-00000002" in str(file) and is_visible(file, size))
+    patch.setattr(
+        save,
+        "is_visible",
+        lambda file, size: "step-00000002" in str(file) and is_visible(file, size),
+    )
 
 
 def test_a_file_that_appears_late_does_not_end_the_run_after_a_save(ranks, reference_run, tmp_path):
@@ -266,21 +348,34 @@ def test_a_file_that_appears_late_does_not_end_the_run_after_a_save(ranks, refer
 
 def one_minute_per_step(patch):
     """Each step takes a minute of monotonic time, while the wall clock is set back."""
-    now, steps, train_step = time.monotonic, [], trainer_module.train_step
-    patch.setattr(trainer_module, "train_step", lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs))
+    now = time.monotonic
+    steps = []
+    train_step = trainer_module.train_step
+    patch.setattr(
+        trainer_module,
+        "train_step",
+        lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs),
+    )
     patch.setattr(loop.time, "monotonic", lambda: now() + 60 * len(steps))
     patch.setattr(loop.time, "time", lambda: -60.0 * len(steps))
 
 
 def test_save_minutes_sets_when_checkpoints_are_saved(ranks, reference_run, tmp_path):
-    config = with_run_dir(reference_run, tmp_path / "run", save_every=0, save_minutes=2, steps=5, keep_last=9)
+    config = with_run_dir(
+        reference_run, tmp_path / "run", save_every=0, save_minutes=2, steps=5, keep_last=9
+    )
     (output, error), _ = ranks.run(2, run_with_fault, one_minute_per_step, config)
     assert error is None and "every 2 minutes, " in output
-    assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == ["2", "4", "5"]
+    assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == [
+        "2",
+        "4",
+        "5",
+    ]
 
 
 def with_fast_watchdog(patch, step_s=None):
-    """Send heartbeats often. `step_s` overrides the watchdog's limit inside a step; other limits stay."""
+    """Send heartbeats often. `step_s` overrides the watchdog's limit inside a step; other limits
+    stay."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     if step_s is not None:
@@ -288,9 +383,13 @@ def with_fast_watchdog(patch, step_s=None):
 
 
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=2.0):
-    """Rank 1 sleeps in the forward of its layer, in the third step; rank 0 waits for it in an exchange."""
+    """Rank 1 sleeps in the forward of its layer, in the third step; rank 0 waits for it in an
+    exchange."""
     with_fast_watchdog(patch, step_s)
-    steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
+    steps = []
+    calls = []
+    train_step = trainer_module.train_step
+    attend = stages.StagedAttention.attend
 
     def slow(*args):
         calls.extend([args] * (len(steps) == 3))
@@ -299,7 +398,9 @@ def asleep(patch, sleep=lambda: time.sleep(60), step_s=2.0):
         return attend(*args)
 
     patch.setattr(
-        trainer_module, "train_step", lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs)
+        trainer_module,
+        "train_step",
+        lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs),
     )
     patch.setattr(stages.StagedAttention, "attend", slow)
 
@@ -317,7 +418,8 @@ HANGS = {
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path):
     """Both runs start before the test waits for the first: each takes seconds to end."""
-    folders, victims = {fault: tmp_path / fault.__name__ for fault in HANGS}, {fault: Ranks(2) for fault in HANGS}
+    folders = {fault: tmp_path / fault.__name__ for fault in HANGS}
+    victims = {fault: Ranks(2) for fault in HANGS}
     for fault, folder in folders.items():
         folder.mkdir()
         config = with_run_dir(reference_run, folder / "run")
@@ -325,12 +427,19 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path):
     outputs = {}
     for fault, folder in folders.items():
         wait_for(lambda folder=folder: any(path.read_text() for path in folder.glob("words-*")))
-        outputs[fault] = next(path.read_text() for path in folder.glob("words-*") if path.read_text())
+        outputs[fault] = next(
+            path.read_text() for path in folder.glob("words-*") if path.read_text()
+        )
         victims[fault].close()
     for fault, output in outputs.items():
-        assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and HANGS[fault] in output.splitlines()[0]
+        assert (
+            output.startswith(f"{ExitCode.HANG} rank 1 on ")
+            and HANGS[fault] in output.splitlines()[0]
+        )
         assert "\n  rank 0 last reported step 3, layer 0 / forward / exchange\n" in output
-        assert any("attend" in path.read_text() for path in (folders[fault] / "run/hang").glob("stacks-*"))
+        assert any(
+            "attend" in path.read_text() for path in (folders[fault] / "run/hang").glob("stacks-*")
+        )
     position = "\n  rank 1 last reported step 3, layer 0 / forward / attention / stage 0\n"
     assert position in outputs[asleep]
 
@@ -344,18 +453,22 @@ def out_of_memory(patch):
 
 def test_all_ranks_end_with_the_code_of_the_one_that_failed(reference_run, tmp_path):
     """A scheduler may report any rank's exit code, so all ranks exit with the same one."""
-    config, failing_ranks = with_run_dir(reference_run, tmp_path / "run"), Ranks(2)
+    config = with_run_dir(reference_run, tmp_path / "run")
+    failing_ranks = Ranks(2)
     failing_ranks.start(2, tmp_path, run_and_record_exit, out_of_memory, config, tmp_path)
     wait_for(lambda: (tmp_path / "words-0").exists() and (tmp_path / "words-0").read_text())
     failing_ranks.close()
     output = (tmp_path / "words-0").read_text()
-    assert output.startswith(f"{ExitCode.OUT_OF_MEMORY} rank 1 on ") and "failed: MemoryError: no room" in output
+    assert (
+        output.startswith(f"{ExitCode.OUT_OF_MEMORY} rank 1 on ")
+        and "failed: MemoryError: no room" in output
+    )
 
 
 @pytest.fixture
 def make_beats(monkeypatch, tmp_path):
-    """Return a function that makes the heartbeats of several ranks in this process, on one store. The message with
-    which one of them ends the run is added to every `.ended`."""
+    """Return a function that makes the heartbeats of several ranks in this process, on one store.
+    The message with which one of them ends the run is added to every `.ended`."""
     start_process_group()
     monkeypatch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
@@ -363,15 +476,21 @@ def make_beats(monkeypatch, tmp_path):
 
     def make(size, store):
         for rank in range(size):
-            tracker, limits = heartbeat.PhaseTracker(torch.device("cpu")), heartbeat.Limits(60, 60, 60)
+            tracker = heartbeat.PhaseTracker(torch.device("cpu"))
+            limits = heartbeat.Limits(60, 60, 60)
             beat = heartbeat.Heartbeat(tracker, limits, tmp_path)
-            beat.rank, beat.size, beat._store, beat.ended = rank, size, store, []
+            beat.rank = rank
+            beat.size = size
+            beat._store = store
+            beat.ended = []
             beat._last_beat_at = beat._last_beat_at * size
             beat._beat()
             beats.append(beat)
         return beats[-size:]
 
-    monkeypatch.setattr(heartbeat, "exit_rank", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
+    monkeypatch.setattr(
+        heartbeat, "exit_rank", lambda outcome: [beat.ended.append(outcome.text) for beat in beats]
+    )
     monkeypatch.setattr(dist, "barrier", lambda: None)
     yield make
     for beat in beats:
@@ -385,7 +504,8 @@ def pair(make_beats):
 
 class CountingStore:
     def __init__(self):
-        self._store, self.requests = dist.HashStore(), 0
+        self._store = dist.HashStore()
+        self.requests = 0
 
     def __getattr__(self, name):
         self.requests += 1
@@ -413,7 +533,8 @@ def test_rank_0_reports_a_failed_or_silent_rank_to_all(monkeypatch, make_beats):
         beat._watch_ranks()
     silent, same = first.ended
     assert (
-        " has sent no heartbeat for 8 s: it died or is frozen\n  rank 0 last reported step 0" in silent
+        " has sent no heartbeat for 8 s: it died or is frozen\n  rank 0 last reported step 0"
+        in silent
         and same == silent
     )
     third.close("MemoryError: no room", ExitCode.OUT_OF_MEMORY)
@@ -433,10 +554,16 @@ def test_other_ranks_notice_that_rank_0_failed_or_fell_silent(monkeypatch, pair)
     monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 8.0)
     watching._last_beat_at[0] -= 9
     watching._watch_ranks()
-    assert watching.ended[0].startswith("rank 0 on ") and " has sent no heartbeat for 8 s" in watching.ended[0]
+    assert (
+        watching.ended[0].startswith("rank 0 on ")
+        and " has sent no heartbeat for 8 s" in watching.ended[0]
+    )
     failing.close("RuntimeError: boom")
     watching._watch_ranks()
-    assert watching.ended[1].startswith("rank 0 on ") and "failed: RuntimeError: boom\n" in watching.ended[1]
+    assert (
+        watching.ended[1].startswith("rank 0 on ")
+        and "failed: RuntimeError: boom\n" in watching.ended[1]
+    )
 
 
 def test_a_frozen_store_ends_a_rank(monkeypatch, pair):
@@ -444,7 +571,8 @@ def test_a_frozen_store_ends_a_rank(monkeypatch, pair):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 1.0)
     beat, other = pair
-    answers, read = threading.Event(), beat._read_beats
+    answers = threading.Event()
+    read = beat._read_beats
     answers.set()
     monkeypatch.setattr(beat, "_read_beats", lambda: other._beat() or answers.wait() and read())
     beat.start()
@@ -452,7 +580,9 @@ def test_a_frozen_store_ends_a_rank(monkeypatch, pair):
     assert not beat.ended
     answers.clear()
     wait_for(lambda: beat.ended)
-    assert beat.ended[0].startswith("rank 0 or its launcher is gone or frozen: its store has not answered for 1 s\n")
+    assert beat.ended[0].startswith(
+        "rank 0 or its launcher is gone or frozen: its store has not answered for 1 s\n"
+    )
     answers.set()
 
 
@@ -466,10 +596,15 @@ def raises(error):
 def test_a_rank_whose_device_failed_is_named(monkeypatch, pair):
     """After a CUDA fault, every query of the device raises."""
     watching, failing = pair
-    fault = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
+    fault = RuntimeError(
+        "CUDA error: an illegal memory access was encountered\nFor debugging consider ..."
+    )
     failing.tracker.on_gpu = failing.tracker._timeline.on_gpu = True
-    queries, query = [], raises(fault)
-    failing.tracker._timeline.mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
+    queries = []
+    query = raises(fault)
+    failing.tracker._timeline.mark = lambda: SimpleNamespace(
+        query=lambda: queries.append(1) or query()
+    )
     failing.tracker.enter(("optimizer",))
     for _ in range(2 * heartbeat.MAX_STORE_FAILURES):
         failing._watch_ranks()
@@ -480,7 +615,10 @@ def test_a_rank_whose_device_failed_is_named(monkeypatch, pair):
     assert len(queries) == num_queries > 0
     watching._watch_ranks()
     lines = watching.ended[0].splitlines()
-    assert lines[0].startswith("rank 1 on ") and "failed: RuntimeError: CUDA error: an illegal memory" in lines[0]
+    assert (
+        lines[0].startswith("rank 1 on ")
+        and "failed: RuntimeError: CUDA error: an illegal memory" in lines[0]
+    )
     first, _, second = watching.ended[0].partition("rank 1 last reported ")
     assert "rank 0 last reported step 0" in first and "device" not in first
     assert "its device failed: CUDA error: an illegal memory" in second
@@ -490,15 +628,21 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
     beat = pair[0]
     for _ in range(2):
         beat._watch_ranks()
-    monkeypatch.setattr(beat, "_store", SimpleNamespace(set=raises(dist.DistNetworkError("Broken pipe"))))
+    monkeypatch.setattr(
+        beat, "_store", SimpleNamespace(set=raises(dist.DistNetworkError("Broken pipe")))
+    )
     for _ in range(heartbeat.MAX_STORE_FAILURES):
         assert not beat.ended
-        beat._last_beat_at = [beat_at - 5 for beat_at in beat._last_beat_at]  # as if BEAT_S had passed
+        # as if BEAT_S had passed
+        beat._last_beat_at = [beat_at - 5 for beat_at in beat._last_beat_at]
         beat._watch_ranks()
-    assert beat.ended[0].startswith("rank 0 or its launcher is gone: its store does not answer (Broken pipe)\n")
-    assert (
-        "\n  rank 0 last reported step 0, before its first phase (15 s ago)\n  rank 1 last reported " in beat.ended[0]
+    assert beat.ended[0].startswith(
+        "rank 0 or its launcher is gone: its store does not answer (Broken pipe)\n"
     )
+    assert (
+        "\n  rank 0 last reported step 0, before its first phase (15 s ago)\n  rank 1 last "
+        "reported "
+    ) in beat.ended[0]
 
 
 def test_only_consecutive_store_failures_end_a_rank(monkeypatch, pair):
@@ -515,7 +659,8 @@ def test_only_consecutive_store_failures_end_a_rank(monkeypatch, pair):
 
 
 def test_a_process_that_was_suspended_blames_no_other(monkeypatch, pair):
-    """All beats that it knows are old, and so is the last progress; it cannot tell who else was suspended."""
+    """All beats that it knows are old, and so is the last progress; it cannot tell who else was
+    suspended."""
     beat, other = pair
     for _ in range(2):
         other._watch_ranks()
@@ -538,14 +683,15 @@ def test_a_rank_that_is_done_or_failed_does_not_count_as_hanging(pair, failure):
     for _ in range(2):
         first._progress_at -= 3600
         first._watch_ranks()
-    assert [("failed: " + failure in text, "no rank made progress" in text) for text in first.ended] == [
-        (True, False)
-    ] * (2 if failure else 0)
+    assert [
+        ("failed: " + failure in text, "no rank made progress" in text) for text in first.ended
+    ] == [(True, False)] * (2 if failure else 0)
 
 
 def test_collectives_time_out_after_the_heartbeat(monkeypatch, pair):
     """It can name the rank that hangs, and they cannot."""
-    beat, timeouts = pair[0], []
+    beat = pair[0]
+    timeouts = []
     monkeypatch.setattr(heartbeat, "set_timeouts", timeouts.append)
     beat.update_limits(1.0, 1.0, 1.0, 1.0)
     assert timeouts == [], "60 s, which the start needs, is still the longest"
@@ -583,10 +729,14 @@ def test_a_hang_is_reported_while_its_storage_hangs(monkeypatch, pair, tmp_path)
         threading.Thread(target=beat._end, args=("rank 7 hangs",), daemon=True).start()
         wait_for(lambda: len(first.ended) == number, timeout_s=30)  # noqa: B023
     assert [text.splitlines()[0] for text in first.ended] == ["rank 7 hangs"] * 2
-    assert first.ended[0].endswith(f"rank 0 could not write its own: check the storage of {tmp_path}")
+    assert first.ended[0].endswith(
+        f"rank 0 could not write its own: check the storage of {tmp_path}"
+    )
     assert first.ended[1].endswith(f"are in {tmp_path / 'hang'}")
     stacks = (tmp_path / "hang/stacks-1.txt").read_text()
-    assert "Thread MainThread (most recent call first):" in stacks and "in Heartbeat._end\n" in stacks
+    assert (
+        "Thread MainThread (most recent call first):" in stacks and "in Heartbeat._end\n" in stacks
+    )
 
     def let_the_thread_end():
         with contextlib.suppress(BlockingIOError):
@@ -620,7 +770,8 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
     console = Console(tmp_path, num_steps=3)
     file = console._metrics.file
     console._metrics.file = broken = MagicMock()
-    broken.write.side_effect, broken.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
+    broken.write.side_effect = OSError(errno.EROFS, "Read-only file system")
+    broken.name = "metrics"
     for number in (1, 2):
         console.event(number, "words")
     console._metrics.file = file
@@ -636,7 +787,11 @@ def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
     for _ in range(2):
         heartbeat.Heartbeat._watch_memory(memory_watch)
     stderr = capfd.readouterr().err
-    assert stderr.count("has 512 MiB of host memory left; the largest other process is ") == stderr.count("\n") == 1
+    assert (
+        stderr.count("has 512 MiB of host memory left; the largest other process is ")
+        == stderr.count("\n")
+        == 1
+    )
 
 
 def slow_disk(patch, planned_bytes_s=1e9):
@@ -651,18 +806,26 @@ def disk_as_planned(patch):
 
 
 @pytest.mark.parametrize("fault, times", [(slow_disk, 1), (disk_as_planned, 0)])
-def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, reference_run, tmp_path, fault, times):
+def test_a_disk_that_is_slower_than_planned_is_named_once(
+    ranks, reference_run, tmp_path, fault, times
+):
     config = with_run_dir(reference_run, tmp_path / "run", steps=2, validate_every=0)
-    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload="disk", disk_path=tmp_path))
+    config = dataclasses.replace(
+        config, memory=dataclasses.replace(config.memory, offload="disk", disk_path=tmp_path)
+    )
     [(output, error)] = ranks.run(1, run_with_fault, fault, config)
     assert error is None and output.count(f"Slow disk {tmp_path}: rank 0 gets ") == times
     assert output.count("KiB/s (planned 953.7 MiB/s); 1 of 1 rank is waiting") == times
-    assert [line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line] == [{"0"}] * times
+    assert [
+        line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line
+    ] == [{"0"}] * times
 
 
 def poison_gradients(patch, calls_hit):
-    """Write a NaN into rank 1's gradients in these calls. Each call is a step or the repetition of one."""
-    calls, clip = [], step.clip_gradients
+    """Write a NaN into rank 1's gradients in these calls. Each call is a step or the repetition of
+    one."""
+    calls = []
+    clip = step.clip_gradients
 
     def clip_gradients(params, *args):
         params = list(params)
@@ -693,12 +856,18 @@ def test_a_bad_step_is_repeated_and_its_rank_named(ranks, reference_run, tmp_pat
     assert "gradient norm nan, but not when computed again: the hardware of rank 1 on " in output
     assert [line["step"] for line in metrics(config.train.run_dir) if "suspected" in line] == [3]
     lines = [line for line in metrics(config.train.run_dir) if "event" not in line]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(reference_run.train.run_dir)]
+    assert [line["loss"] for line in lines] == [
+        line["loss"] for line in metrics(reference_run.train.run_dir)
+    ]
 
 
 def wrong_attention(patch):
-    """Attention returns NaN once, on rank 1 in its third step, which spoils the gradients of both ranks."""
-    computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
+    """Attention returns NaN once, on rank 1 in its third step, which spoils the gradients of both
+    ranks."""
+    computed = []
+    hit = []
+    train_step = trainer_module.train_step
+    attend = stages.StagedAttention.attend
 
     def wrong(*args):
         out, lse = attend(*args)
@@ -708,7 +877,9 @@ def wrong_attention(patch):
         return out, lse
 
     patch.setattr(
-        trainer_module, "train_step", lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs)
+        trainer_module,
+        "train_step",
+        lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs),
     )
     patch.setattr(stages.StagedAttention, "attend", wrong)
 
@@ -717,7 +888,10 @@ def test_the_rank_of_a_wrong_loss_is_named(ranks, reference_run, tmp_path):
     config = with_run_dir(reference_run, tmp_path / "run", steps=3)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     (output, error), _ = ranks.run(2, run_with_fault, wrong_attention, config)
-    assert error is None and "step 3: loss nan, gradient norm nan, but not when computed again" in output
+    assert (
+        error is None
+        and "step 3: loss nan, gradient norm nan, but not when computed again" in output
+    )
     assert ": the hardware of rank 1 on " in output and "rank 0 on" not in output
 
 
@@ -729,25 +903,42 @@ def test_the_rank_of_a_wrong_loss_is_named(ranks, reference_run, tmp_path):
         pytest.param(nan_twice, "skip", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, reference_run, tmp_path, fault, bad_step):
+def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(
+    ranks, reference_run, tmp_path, fault, bad_step
+):
     config = with_run_dir(reference_run, tmp_path / "run", bad_step=bad_step)
     (output, error), _ = ranks.run(2, run_with_fault, fault, config)
     if bad_step == "stop" or fault is nan_always:
-        assert error.startswith("Diverged: step 3: loss ") and "gradient norm nan, twice. The last checkpoint" in error
+        assert (
+            error.startswith("Diverged: step 3: loss ")
+            and "gradient norm nan, twice. The last checkpoint" in error
+        )
         assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
         assert output.count("is skipped") == (0 if bad_step == "stop" else 2)
         return
     assert error is None and "Its batch is skipped; " in output
-    [skipped] = [line["skipped_documents"] for line in metrics(config.train.run_dir) if "event" in line]
+    [skipped] = [
+        line["skipped_documents"] for line in metrics(config.train.run_dir) if "event" in line
+    ]
     assert skipped and all(isinstance(start, str) for start in skipped)
-    assert [record["step"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def run_with_skipped_batches(config, numbers, stops=True, resume=None):
-    """Run and skip these batches. If `stops`, the last rank receives a signal in the last of them. Return the exit code
-    and the step of each save."""
-    calls, saves, advance, start_save = [], [], trainer_module.Trainer.advance, trainer_module.Trainer.save
-    received, handle = threading.Event(), loop.handle_stop_signal
+    """Run and skip these batches. If `stops`, the last rank receives a signal in the last of them.
+    Return the exit code and the step of each save."""
+    calls = []
+    saves = []
+    advance = trainer_module.Trainer.advance
+    start_save = trainer_module.Trainer.save
+    received = threading.Event()
+    handle = shutdown.handle_stop_signal
 
     def advance_or_skip(trainer, batches):
         calls.append(batches)
@@ -760,28 +951,41 @@ def run_with_skipped_batches(config, numbers, stops=True, resume=None):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "advance", advance_or_skip)
-        patch.setattr(trainer_module.Trainer, "save", lambda self: saves.append(self.step) or start_save(self))
-        patch.setattr(loop, "handle_stop_signal", lambda *args: handle(*args) or received.set())
+        patch.setattr(
+            trainer_module.Trainer, "save", lambda self: saves.append(self.step) or start_save(self)
+        )
+        patch.setattr(shutdown, "handle_stop_signal", lambda *args: handle(*args) or received.set())
         return run(config, resume), saves
 
 
 def test_a_run_stops_and_saves_after_a_skipped_batch(ranks, reference_run, tmp_path):
     config = with_run_dir(reference_run, tmp_path / "run", steps=2, save_every=1, validate_every=0)
     for code, saves in ranks.run(2, run_with_skipped_batches, config, [2, 3]):
-        assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [1, 1]), "due after the step, and at the end"
+        assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [1, 1]), (
+            "due after the step, and at the end"
+        )
     config = with_run_dir(config, tmp_path / "first", save_every=0, save_minutes=1e-9)
     [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [1])
     assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [0]), "before the first step"
-    [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [2], False, config.train.run_dir)
-    assert (code, saves) == (ExitCode.DONE, [1, 1, 2]), "the clock makes a save due in the skipped step"
+    [(code, saves)] = ranks.run(
+        1, run_with_skipped_batches, config, [2], False, config.train.run_dir
+    )
+    assert (code, saves) == (ExitCode.DONE, [1, 1, 2]), (
+        "the clock makes a save due in the skipped step"
+    )
 
 
-def test_a_spike_is_a_multiple_of_the_median(reference_run):
+def test_a_spike_is_a_multiple_of_the_median():
     def accepts(norm, spike, count):
-        trainer = SimpleNamespace(config=with_run_dir(reference_run, None, spike=spike), norms=[1.0] * count)
-        return trainer_module.Trainer.accepts(trainer, 2.0, norm)
+        steps = SimpleNamespace(spike=spike, norms=[1.0] * count)
+        return BadSteps.accepts(steps, 2.0, norm)
 
-    assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [True, False, False, False]
+    assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert accepts(99.0, 4, 19) and accepts(99.0, None, 20)
 
 
@@ -798,7 +1002,9 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, referenc
     other = shutil.copytree(reference_run.data.path, tmp_path / "texts")
     text = (other / "07.txt").read_text()
     (other / "07.txt").write_text(text.replace("7", "8"))
-    with pytest.raises(AssertionError, match=r"data.path is \w+ on rank 0 and \w+ on rank 1 .*same files"):
+    with pytest.raises(
+        AssertionError, match=r"data.path is \w+ on rank 0 and \w+ on rank 1 .*same files"
+    ):
         ranks.run(2, run_with_other_data, with_run_dir(reference_run, tmp_path / "run"), other)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -810,21 +1016,34 @@ def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
-        return checks._fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
+        return checks._fingerprints(
+            parse_config({"model": {"path": str(tmp_path / name)}}), data, ""
+        )
 
-    assert fingerprints("one", "weights") == fingerprints("two", "weights") != fingerprints("three", "others!")
+    assert (
+        fingerprints("one", "weights")
+        == fingerprints("two", "weights")
+        != fingerprints("three", "others!")
+    )
 
 
 def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, reference_run, tmp_path):
-    config = with_run_dir(reference_run, tmp_path / "two", steps=3, global_batch=4, accumulate=1, save_every=2)
+    config = with_run_dir(
+        reference_run, tmp_path / "two", steps=3, global_batch=4, accumulate=1, save_every=2
+    )
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     ranks.run(2, run, config)
     resumed = with_run_dir(config, copy_run_at_step(config.train.run_dir, tmp_path / "one", 2))
     ranks.run(1, run, resumed, resumed.train.run_dir)
-    losses, resumed_losses = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, resumed))
+    losses, resumed_losses = (
+        [r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, resumed)
+    )
     assert resumed_losses == pytest.approx(losses, rel=1e-5)
     changed = with_run_dir(
-        resumed, copy_run_at_step(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
+        resumed,
+        copy_run_at_step(config.train.run_dir, tmp_path / "lost", 2),
+        global_batch=None,
+        accumulate=2,
     )
     [(output, _)] = ranks.run(1, run_with_fault, slow_validation, changed, True)
     assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in output
@@ -840,5 +1059,8 @@ def slow_validation(patch):
 def test_a_long_validation_before_the_first_step_is_skipped(ranks, reference_run, tmp_path):
     config = with_run_dir(reference_run, tmp_path / "run", steps=1)
     [(output, error)] = ranks.run(1, run_with_fault, slow_validation, config)
-    assert error is None and "No validation before the first step: it would take about 120 minutes" in output
+    assert (
+        error is None
+        and "No validation before the first step: it would take about 120 minutes" in output
+    )
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1]

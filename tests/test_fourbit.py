@@ -51,15 +51,19 @@ from threads import run_on_threads
 
 
 def quantize_reference(flat):
-    """Return bitsandbytes' codes, the codes, scales and offset of its scales, and the dequantized weights.
+    """Return bitsandbytes' codes, the codes, scales and offset of its scales, and the dequantized
+    weights.
 
-    Scales are quantized by its reference operator. The faster CPU operator rounds a few of them to the second-nearest
-    value.
+    Scales are quantized by its reference operator. The faster CPU operator rounds a few of them to
+    the second-nearest value.
     """
     codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(flat, 64, "nf4", torch.uint8)
-    offset, table = scales.mean(), bnb.create_dynamic_map()
+    offset = scales.mean()
+    table = bnb.create_dynamic_map()
     operator = torch.ops.bitsandbytes.quantize_blockwise.default
-    bytes_, row_scales = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, scales - offset, table, 256)
+    bytes_, row_scales = operator._op_dk(
+        torch._C.DispatchKey.CompositeExplicitAutograd, scales - offset, table, 256
+    )
     second = bnb.QuantState(absmax=row_scales, blocksize=256, code=table, dtype=torch.float32)
     first = {"shape": flat.shape, "dtype": flat.dtype, "blocksize": 64, "quant_type": "nf4"}
     state = bnb.QuantState(absmax=bytes_, offset=offset, state2=second, **first)
@@ -75,9 +79,12 @@ def weights(case):
         blocks[2::7] *= 1e-38  # below the smallest normal number
         blocks[3::7, 1:] = 0
         blocks[4::7] = blocks[4::7, :1]
-        blocks[5::7] = bnb.get_4bit_type("nf4", "cpu").repeat(4) * 3  # exactly on the table's values
+        # exactly on the table's values
+        blocks[5::7] = bnb.get_4bit_type("nf4", "cpu").repeat(4) * 3
         middles = (bnb.get_4bit_type("nf4", "cpu")[1:] + bnb.get_4bit_type("nf4", "cpu")[:-1]) / 2
-        blocks[6::7, :15], blocks[6::7, 15:] = middles, 1  # exactly between them
+        # exactly between them
+        blocks[6::7, :15] = middles
+        blocks[6::7, 15:] = 1
     return flat[: 2 * ROW + 640] if case == "partial row" else flat
 
 
@@ -86,21 +93,28 @@ def weights(case):
 def test_quantized_bits_equal_those_of_bitsandbytes(case, dtype):
     flat = weights(case).to(dtype)
     codes, bytes_, row_scales, offset, expected = quantize_reference(flat)
-    scales, end = block_scales(flat), SCALES_AT + ROW // 64
+    scales = block_scales(flat)
+    end = SCALES_AT + ROW // 64
     mean = scales.double().mean().float()
     assert abs(mean - offset) <= torch.nextafter(offset, offset.new_tensor(torch.inf)) - offset
     packed = quantize_nf4(flat, scales, offset)
     torch.testing.assert_close(packed[:, :SCALES_AT].flatten()[: len(codes)], codes, rtol=0, atol=0)
-    torch.testing.assert_close(packed[:, SCALES_AT:end].flatten()[: len(bytes_)], bytes_, rtol=0, atol=0)
+    torch.testing.assert_close(
+        packed[:, SCALES_AT:end].flatten()[: len(bytes_)], bytes_, rtol=0, atol=0
+    )
     torch.testing.assert_close(packed.view(torch.float32)[:, end // 4], row_scales, rtol=0, atol=0)
     dequantize(packed, NF4, into := torch.empty_like(flat))
     torch.testing.assert_close(into, expected, rtol=0, atol=0)
 
 
 def pack(weight):
-    """Quantize one or several matrices; return the packed rows and the values that they represent."""
-    rows, values = [], torch.empty_like(weight)
-    for matrix, into in zip(weight.view(-1, *weight.shape[-2:]), values.view(-1, *weight.shape[-2:]), strict=True):
+    """Quantize one or several matrices; return the packed rows and the values that they
+    represent."""
+    rows = []
+    values = torch.empty_like(weight)
+    for matrix, into in zip(
+        weight.view(-1, *weight.shape[-2:]), values.view(-1, *weight.shape[-2:]), strict=True
+    ):
         flat = matrix.flatten().float()
         scales = block_scales(flat)
         rows.append(quantize_nf4(flat, scales, scales.double().mean().float()))
@@ -109,7 +123,8 @@ def pack(weight):
 
 
 def quantize_layers(model):
-    """Quantize and dequantize the weights of all linear modules in layers, in place; return the packed rows."""
+    """Quantize and dequantize the weights of all linear modules in layers, in place; return the
+    packed rows."""
     packed = {}
     for path, module in model.get_base_model().model.layers.named_modules():
         dims = 2 if isinstance(module, nn.Linear) else 3
@@ -125,11 +140,14 @@ def quantize_layers(model):
 LAYOUTS = {
     "default": Layout(),
     "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
-    "tiers": Layout(tile_tokens=4, kept=(ActivationPolicy("disk"), ActivationPolicy("host", "host"))),
+    "tiers": Layout(
+        tile_tokens=4, kept=(ActivationPolicy("disk"), ActivationPolicy("host", "host"))
+    ),
     "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
     "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
-WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several rows, and a partial one
+# several rows, and a partial one
+WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}
 CASES = [  # family, cp, layout, changes
     ("llama", 1, "default", {}),
     pytest.param("llama", 2, "tiers", WIDE, marks=pytest.mark.slow),
@@ -142,12 +160,14 @@ CASES = [  # family, cp, layout, changes
 
 @pytest.mark.parametrize("family, cp, layout, changes", CASES)
 def test_gradients_equal_those_of_peft_on_the_dequantized_weights(family, cp, layout, changes):
-    targets, is_general = LINEARS[:4] if family == "qwen3_moe" else LINEARS, family in DECODERS
+    targets = LINEARS[:4] if family == "qwen3_moe" else LINEARS
+    is_general = family in DECODERS
     if is_general:
         plain = add_lora(tiny_decoder(family, **changes), target_modules=targets)
     else:
         plain = with_lora(tiny_config(family, heads=8, **changes), target_modules=targets)
-    packed, ids = quantize_layers(plain), random_ids(1, 19)
+    packed = quantize_layers(plain)
+    ids = random_ids(1, 19)
     models = [copy.deepcopy(plain) for _ in range(cp)]
     for model in models:
         layers = model.get_base_model().model.layers
@@ -160,11 +180,17 @@ def test_gradients_equal_those_of_peft_on_the_dequantized_weights(family, cp, la
     def work():
         mesh = make_mesh(cp, ring=LAYOUTS[layout].ring)
         store = Store(mesh.device)
-        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=replace(LAYOUTS[layout], cp=cp), store=store)
+        model = parallelize_model(
+            models[mesh.rank], mesh=mesh, layout=replace(LAYOUTS[layout], cp=cp), store=store
+        )
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        trained = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
-        model.named_parameters = lambda: [(n, p) for n, p in type(model).named_parameters(model) if p.requires_grad]
+        trained = {
+            name: param.grad for name, param in plain.named_parameters() if param.requires_grad
+        }
+        model.named_parameters = lambda: [
+            (n, p) for n, p in type(model).named_parameters(model) if p.requires_grad
+        ]
         return {"loss": relative(loss.detach(), expected.detach()), **shard_errors(model, trained)}
 
     with fp64_tiles() if is_general else nullcontext():
@@ -182,20 +208,37 @@ def test_weights_are_released_if_one_cannot_be_unpacked(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(fourbit, "dequantize", unpack_unless_failing)
-        with nullcontext() if failing is None else pytest.raises(torch.OutOfMemoryError), fourbit.unpacked(weights):
+        with (
+            nullcontext() if failing is None else pytest.raises(torch.OutOfMemoryError),
+            fourbit.unpacked(weights),
+        ):
             sizes = [weight.weight.untyped_storage().nbytes() for weight in weights]
             assert failing is None and sizes == [512] * 3
-        assert not any(weight.weight.untyped_storage().nbytes() for weight in weights if not weight.weight.is_meta)
+        assert not any(
+            weight.weight.untyped_storage().nbytes()
+            for weight in weights
+            if not weight.weight.is_meta
+        )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders with a bf16 model and with its 4-bit copies saved by transformers, and the 4-bit models themselves."""
-    changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
+    """Folders with a bf16 model and with its 4-bit copies saved by transformers, and the 4-bit
+    models themselves."""
+    changes = {
+        "hidden_size": 256,
+        "intermediate_size": 200,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    }
     changes |= {"vocab_size": BYTES.vocab_size}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
-    tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])
-    models = {name: load_four_bit(folders["bf16"], name == "double") for name in ("double", "single")}
+    tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(
+        folders["bf16"]
+    )
+    models = {
+        name: load_four_bit(folders["bf16"], name == "double") for name in ("double", "single")
+    }
     for name, model in models.items():
         model.save_pretrained(folders[name])
     return folders | {"models": models}
@@ -208,7 +251,11 @@ def load_four_bit(folder, double, **options):
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    options = {"dtype": torch.bfloat16, "device_map": "cpu", "quantization_config": quantization} | options
+    options = {
+        "dtype": torch.bfloat16,
+        "device_map": "cpu",
+        "quantization_config": quantization,
+    } | options
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
@@ -233,7 +280,8 @@ def unpacked_values(model):
     ],
 )
 def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
-    adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
+    adapter = AdapterConfig(rank=3, base="nf4")
+    ids = random_ids(1, 24)
     plain = saved["models"]["double" if stored == "bf16" else stored]
 
     def work():
@@ -247,18 +295,29 @@ def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
         for name, value in values.items():
             weight = plain.get_parameter(name)
             expected = bnb.dequantize_4bit(weight.data, weight.quant_state)
-            # bitsandbytes' operator for CPUs rounds some scales to the next code, and not the same ones in every load
-            # (4.4 % of values differed between two loads); a test above compares with its reference operator.
-            wrong = (value != expected).float().mean() if stored == "bf16" else (value != expected).sum()
+            # bitsandbytes' operator for CPUs rounds some scales to the next code, and not the same
+            # ones in every load (4.4 % of values differed between two loads); a test above compares
+            # with its reference operator.
+            wrong = (
+                (value != expected).float().mean()
+                if stored == "bf16"
+                else (value != expected).sum()
+            )
             assert wrong <= (0.1 if stored == "bf16" else 0), name
 
 
 @pytest.mark.parametrize("double", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
-    lora, ids = LoraConfig(r=3, target_modules=LINEARS), random_ids(1, 24)
+    lora = LoraConfig(r=3, target_modules=LINEARS)
+    ids = random_ids(1, 24)
     base = load_four_bit(saved["bf16"], double)  # once: two loads may differ in the codes of scales
-    weights = {name: param for name, param in base.named_parameters() if hasattr(param, "quant_state")}
-    expected = {name: bnb.dequantize_4bit(weight.data, weight.quant_state) for name, weight in weights.items()}
+    weights = {
+        name: param for name, param in base.named_parameters() if hasattr(param, "quant_state")
+    }
+    expected = {
+        name: bnb.dequantize_4bit(weight.data, weight.quant_state)
+        for name, weight in weights.items()
+    }
     expected_loss = base(input_ids=ids, labels=ids).loss.detach()
     model = parallelize_model(get_peft_model(base, lora))
     values = unpacked_values(model.get_base_model())
@@ -268,19 +327,31 @@ def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     assert relative(loss.detach(), expected_loss) < 0.02
-    assert all(weight.weight.untyped_storage().nbytes() == 0 for weight in packed_weights(model).values())
+    assert all(
+        weight.weight.untyped_storage().nbytes() == 0 for weight in packed_weights(model).values()
+    )
 
 
 def test_weights_are_quantized_from_bf16(tmp_path):
-    """Like transformers with dtype=bfloat16, whatever the dtypes of the files and of the computation."""
-    plain = tiny_model(tiny_config("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=64, heads=8))
+    """Like transformers with dtype=bfloat16, whatever the dtypes of the files and of the
+    computation."""
+    plain = tiny_model(
+        tiny_config("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=64, heads=8)
+    )
     plain.float().save_pretrained(tmp_path)
-    adapter, by_dtype = AdapterConfig(rank=3, base="nf4"), []
+    adapter = AdapterConfig(rank=3, base="nf4")
+    by_dtype = []
     for dtype in ("bfloat16", "float32"):
-        by_dtype.append(unpacked_values(build_model(tmp_path, make_mesh(1), Layout(dtype=dtype), adapter=adapter)))
+        by_dtype.append(
+            unpacked_values(
+                build_model(tmp_path, make_mesh(1), Layout(dtype=dtype), adapter=adapter)
+            )
+        )
         rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
         round_weights(rounded, adapter)
-        by_dtype.append({name: rounded.get_parameter(name).detach().bfloat16() for name in by_dtype[0]})
+        by_dtype.append(
+            {name: rounded.get_parameter(name).detach().bfloat16() for name in by_dtype[0]}
+        )
     for name in by_dtype[0]:
         assert all(torch.equal(values[name], by_dtype[0][name]) for values in by_dtype), name
 
@@ -288,7 +359,9 @@ def test_weights_are_quantized_from_bf16(tmp_path):
 def test_an_adapter_records_how_its_base_is_stored(saved):
     adapter = AdapterConfig(rank=3)
     for stored, codes in (("double", "nf4"), ("single", "fp4")):
-        base = trained_format(adapter, json.loads((saved[stored] / "config.json").read_text())).describe(adapter)
+        base = trained_format(
+            adapter, json.loads((saved[stored] / "config.json").read_text())
+        ).describe(adapter)
         assert (base["base"], base["double_quantization"]) == (codes, stored == "double")
     assert trained_format(adapter, {}).describe(adapter) == {}
 
@@ -305,9 +378,12 @@ def test_commands_read_four_bit_files(saved, tmp_path, stored):
     for name, param in truncated.named_parameters():
         assert torch.equal(param, model.get_parameter(name)[: param.shape[0]].double()), name
 
-    text, ids = tmp_path / "long.jsonl", torch.arange(48)[None]
+    text = tmp_path / "long.jsonl"
+    ids = torch.arange(48)[None]
     text.write_text(json.dumps({"text": bytes(range(48)).decode() * 4}) + "\n")
-    peft = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    peft = get_peft_model(
+        model, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    )
     peft.save_pretrained(tmp_path / "adapter")
     expected = F.cross_entropy(peft(input_ids=ids).logits[0, :-1].float(), ids[0, 1:])
     figures = evaluate(tmp_path / "adapter", [48], text, 1, 1, 0)
@@ -318,7 +394,9 @@ def test_commands_read_four_bit_files(saved, tmp_path, stored):
 def test_experts_in_the_order_of_a_kernel_are_refused():
     model = tiny_decoder("gpt_oss", torch.bfloat16, num_hidden_layers=1)
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
-    assert_refused(lambda: parallelize_model(model), "mlp.experts", "MXFP4", fix="Mxfp4Config(dequantize=True)")
+    assert_refused(
+        lambda: parallelize_model(model), "mlp.experts", "MXFP4", fix="Mxfp4Config(dequantize=True)"
+    )
 
 
 def test_eight_bits_are_refused():
@@ -329,13 +407,21 @@ def test_eight_bits_are_refused():
 
 def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):
     """Every value of MXFP4 is exact in bf16, so losses and gradients have the same bits."""
-    changes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "layer_types": ["full_attention"]}
-    model, ids = tiny_decoder("gpt_oss", torch.bfloat16, **changes), random_ids(1, 24)
+    changes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layer_types": ["full_attention"],
+    }
+    model = tiny_decoder("gpt_oss", torch.bfloat16, **changes)
+    ids = random_ids(1, 24)
     model.save_pretrained(tmp_path)
-    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
     for name in [name for name in tensors if tensors[name].dim() == 3]:
         num_experts, inputs, outputs = tensors.pop(name).shape
-        shape, options = (num_experts, outputs, inputs // 32), {"dtype": torch.uint8, "generator": generator}
+        shape = (num_experts, outputs, inputs // 32)
+        options = {"dtype": torch.uint8, "generator": generator}
         tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **options)
         tensors[f"{name}_scales"] = torch.randint(120, 125, shape, **options)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -346,7 +432,11 @@ def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):
         assert len(packed_weights(model)) == (2 if base == "mxfp4" else 0)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+        grads = {
+            name: param.grad.full_tensor()
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
         return {"loss": loss.detach(), **grads}
 
     expected, stored = (run_on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))

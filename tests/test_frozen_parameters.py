@@ -48,7 +48,9 @@ def test_a_layer_with_frozen_parameters_is_probed_separately():
 
 FAST = ("embedding", "all but the norms", "attention", "all but k and v")
 CASES = [
-    pytest.param(*case.values, marks=[*case.marks, *[pytest.mark.slow] * (case.values[0] not in FAST)])
+    pytest.param(
+        *case.values, marks=[*case.marks, *[pytest.mark.slow] * (case.values[0] not in FAST)]
+    )
     for case in diagonal(FROZEN, [0, 2])
 ]
 

@@ -1,4 +1,5 @@
-"""Decoders of any family are loaded from files, initialized, trained from YAML, resumed, exported and adapted."""
+"""Decoders of any family are loaded from files, initialized, trained from YAML, resumed, exported
+and adapted."""
 
 import copy
 import dataclasses
@@ -27,7 +28,7 @@ from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from ithaka.run.shapes import shape_from_config
 from ithaka.train import loop
-from ithaka.train.trainer import prepare
+from ithaka.train.prepare import prepare
 from ithaka.weights.load import init_weights
 from refusals import assert_refused
 from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run
@@ -45,7 +46,11 @@ OTHERS = {
 def save_decoder(folder, family, **changes):
     """Save a model with two layers of different kinds, as transformers does for the hub."""
     kinds = ["sliding_attention", "full_attention"]
-    types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
+    types = (
+        {"layer_types": kinds}
+        if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2")
+        else {}
+    )
     types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
     types |= {} if family == "nemotron_h" else {"num_hidden_layers": 2}
     types |= OTHERS.get(family, {})
@@ -58,17 +63,27 @@ def save_decoder(folder, family, **changes):
 
 
 def save_in_mxfp4(folder, family, **changes):
-    """Save random experts as OpenAI does: blocks of 32 values in four bits, with one scale per block."""
+    """Save random experts as OpenAI does: blocks of 32 values in four bits, with one scale per
+    block."""
     save_decoder(folder, family, hidden_size=64, intermediate_size=32, **changes)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name in [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         num_experts, inputs, outputs = tensors.pop(name).shape
         groups = num_experts, outputs, inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(120, 124, groups, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (*groups, 16), generator=generator, dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            120, 124, groups, generator=generator, dtype=torch.uint8
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     return folder
 
 
@@ -76,7 +91,9 @@ def save_in_mxfp4(folder, family, **changes):
 def plain_logits(folder, adapter=None):
     is_packed = "quantization_config" in json.loads((folder / "config.json").read_text())
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if is_packed else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).float()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    ).float()
     if adapter is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -91,7 +108,9 @@ def load_and_save(folder, out):
     """Save the parallel model to `out`; return its logits and full tensors."""
     model = build_model(folder, make_mesh(1), Layout(kernel="reference"), trains=False)
     model.save_pretrained(out)
-    tensors = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
+    tensors = {
+        name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()
+    }
     with torch.no_grad():
         return model(input_ids=IDS).logits, tensors
 
@@ -99,30 +118,45 @@ def load_and_save(folder, out):
 ALWAYS = ("glm4_moe", "mixtral", "apertus", "moshi", "emu3_text_model")
 
 
-# GLM and Apertus have buffers in their files, Apertus without an initial value, Mixtral renamed experts, Moshi an
-# embedding with one more row than its head, and Gemma 2 an embedding scale that no file contains. Emu3's decoder is
-# saved under a type that AutoModelForCausalLM does not know.
+# GLM and Apertus have buffers in their files, Apertus without an initial value, Mixtral renamed
+# experts, Moshi an embedding with one more row than its head, and Gemma 2 an embedding scale that
+# no file contains. Emu3's decoder is saved under a type that AutoModelForCausalLM does not know.
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(family, marks=() if family in ALWAYS else pytest.mark.slow)
-        for family in (*DECODERS, *HYBRIDS, *RECURRENT, "mixtral", "qwen3_moe", "apertus", "moshi", "emu3_text_model")
+        for family in (
+            *DECODERS,
+            *HYBRIDS,
+            *RECURRENT,
+            "mixtral",
+            "qwen3_moe",
+            "apertus",
+            "moshi",
+            "emu3_text_model",
+        )
     ],
 )
 def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
     save_decoder(tmp_path, family)
     logits, tensors = ranks.run(2, load_and_save, tmp_path, tmp_path / "out")[0]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
+    assert tensors.keys() == plain.keys() and all(
+        torch.equal(tensors[name], plain[name]) for name in plain
+    )
     torch.testing.assert_close(logits, plain_logits(tmp_path), rtol=1e-4, atol=1e-4)
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("family", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
 def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path, family):
     """JSON has none: the limit of Mamba2's step sizes is written as an object."""
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"][1] == {"__float__": "Infinity"}
+    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"][1] == {
+        "__float__": "Infinity"
+    }
     assert read_json(tmp_path / "config.json")["time_step_limit"] == [0.0, math.inf]
 
 
@@ -147,16 +181,24 @@ def test_damaged_experts_are_named(ranks, tmp_path):
     changes = {
         "missing": {expert.format(2): None},
         "renamed": {expert.format(1): None, expert.format(9): stored[expert.format(1)]},
-        "extra": {expert.format(4): torch.zeros(24, 32), expert.format(4).replace("up", "gate"): torch.zeros(24, 32)},
+        "extra": {
+            expert.format(4): torch.zeros(24, 32),
+            expert.format(4).replace("up", "gate"): torch.zeros(24, 32),
+        },
         "shape": {expert.format(0): torch.zeros(23, 32)},
         "ignored": {"model.layers.92.mlp.experts.0.up_proj.weight": torch.zeros(3)},
     }
-    folders = [Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{name}"))) for name in changes]
+    folders = [
+        Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{name}")))
+        for name in changes
+    ]
     for folder, change in zip(folders, changes.values(), strict=True):
         tensors = {name: tensor for name, tensor in (stored | change).items() if tensor is not None}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (missing, renamed, extra, shape, ignored) = ranks.run(1, build_errors, folders)[0]
-    assert_refused(missing, str(folders[0]), expert.format(2), "1 missing", fix="copy the files again")
+    assert_refused(
+        missing, str(folders[0]), expert.format(2), "1 missing", fix="copy the files again"
+    )
     assert_refused(renamed, expert.format(1), "1 missing", fix="copy the files again")
     assert_refused(extra, "experts.4.", fix="fix config.json")
     assert_refused(shape, expert.format(0), "(23, 32)", "(24, 32)", fix="fix config.json")
@@ -175,16 +217,23 @@ def build_errors(folders):
 
 def draw_weights(sources):
     models = [build_model(source, make_mesh(1), seed=5) for source in sources]
-    return [{name: param.detach().full_tensor() for name, param in model.named_parameters()} for model in models]
+    return [
+        {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+        for model in models
+    ]
 
 
 @pytest.mark.slow
 def test_drawn_weights_have_the_distributions_of_transformers(ranks):
-    """Including Gemma's norms, which are offsets from 1, and gpt-oss's sinks and biases, on any number of ranks."""
+    """Including Gemma's norms, which are offsets from 1, and gpt-oss's sinks and biases, on any
+    number of ranks."""
     large = {"hidden_size": 64, "vocab_size": 301, "num_hidden_layers": 2, "pad_token_id": None}
-    configs = [tiny_decoder(family, torch.float32, **large).config for family in ("gpt_oss", "gemma2")]
+    configs = [
+        tiny_decoder(family, torch.float32, **large).config for family in ("gpt_oss", "gemma2")
+    ]
     sources = [config.to_dict() for config in configs]
-    ((*one,),), ((*two,), _) = ranks.run(1, draw_weights, sources), ranks.run(2, draw_weights, sources)
+    (one,) = ranks.run(1, draw_weights, sources)
+    two, _ = ranks.run(2, draw_weights, sources)
     torch.manual_seed(0)  # some parameters have only eight elements
     for config, weights, others in zip(configs, one, two, strict=True):
         for name, theirs in AutoModelForCausalLM.from_config(config).named_parameters():
@@ -219,12 +268,18 @@ def test_rope_extends_the_layers_without_a_window(family, partial):
     before = copy.deepcopy(source["rope_parameters"])
     config = read_hf_config(source, RopeConfig(type="yarn", factor=4.0), 2048)
     rope = rope_parameters(config)
-    assert (rope["rope_type"], rope["factor"], rope.get("partial_rotary_factor")) == ("yarn", 4.0, partial)
+    assert (rope["rope_type"], rope["factor"], rope.get("partial_rotary_factor")) == (
+        "yarn",
+        4.0,
+        partial,
+    )
     assert config.max_position_embeddings == 2048
     assert config.rope_parameters.get("sliding_attention") == before.get("sliding_attention")
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source)).model.rotary_emb
-    changed = {name for name, t in rotary.named_buffers() if not torch.equal(t, plain.get_buffer(name))}
+    changed = {
+        name for name, t in rotary.named_buffers() if not torch.equal(t, plain.get_buffer(name))
+    }
     prefix = "full_attention_" if family == "gemma3_text" else ""
     assert changed == {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
 
@@ -232,7 +287,9 @@ def test_rope_extends_the_layers_without_a_window(family, partial):
 def test_a_resized_vocabulary_is_planned(tmp_path):
     """The planned shape equals that of the resized model, so that the run can be resumed."""
     config = configure(tmp_path, "olmo2", vocab_size=61)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, resize_embeddings=True)
+    )
     file = tmp_path / "base/config.json"
     resized = json.loads(file.read_text()) | {"vocab_size": 320}
     assert model_shape(config) == shape_from_config(resized)
@@ -250,7 +307,9 @@ def test_adapters_on_experts_are_refused():
 
 def configure(folder, family, vocab_size=MODEL["vocab_size"], save=save_decoder):
     base = save(folder / "base", family, vocab_size=vocab_size)
-    config = tiny_run(folder, train={"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
+    config = tiny_run(
+        folder, train={"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
+    )
     config = dataclasses.replace(config, model=ModelConfig(path=base))
     (folder / "run.yaml").write_text(to_yaml(config))
     return load_config(folder / "run.yaml")
@@ -263,20 +322,25 @@ def train(run):
 
 def finish(run):
     """Resume, save, and return the losses and the logits of the trained model."""
-    trainer, config, losses = prepare(run), run.config, []
+    trainer = prepare(run)
+    config = run.config
+    losses = []
     while trainer.step < config.train.steps:
-        losses.append(trainer.advance([trainer.data.next_batch()])[0].loss)
+        losses.append(trainer.advance([trainer.data.next_batch()]).result.loss)
     trainer.save()
     trainer.saver.finish()
     with torch.no_grad():
         return losses, trainer.model(input_ids=IDS).logits
 
 
-# Nemotron-H has no RoPE. AFMoE has parameters that are never trained; like all others, they come from the checkpoint.
+# Nemotron-H has no RoPE. AFMoE has parameters that are never trained; like all others, they come
+# from the checkpoint.
 SLOW = ("afmoe", "qwen3_moe", "gpt_oss", "gemma3_text")
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_a_run_from_files_is_resumed_without_them_and_exported(ranks, tmp_path, family):
     config = configure(tmp_path, family)
     ranks.run(2, train, validate_run(config, 2))
@@ -296,13 +360,20 @@ def test_a_run_from_files_is_resumed_without_them_and_exported(ranks, tmp_path, 
 @pytest.mark.slow  # test_fourbit.py reads and trains such experts in the default tier
 def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
     adapter = AdapterConfig(rank=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
-    config = dataclasses.replace(configure(tmp_path, "gpt_oss", save=save_in_mxfp4), adapter=adapter)
+    config = dataclasses.replace(
+        configure(tmp_path, "gpt_oss", save=save_in_mxfp4), adapter=adapter
+    )
     losses, logits = ranks.run(2, finish, validate_run(config, 2))[0]
     assert losses[-1] < losses[0]
-    out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
-    assert sum("experts" in name for name in load_file(out / "adapter_model.safetensors")) == 2 * 2 * 2
+    out, merged = (
+        export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True)
+    )
+    assert (
+        sum("experts" in name for name in load_file(out / "adapter_model.safetensors")) == 2 * 2 * 2
+    )
     torch.testing.assert_close(plain_logits(config.model.path, out), logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(plain_logits(merged), logits, rtol=2e-2, atol=2e-2)  # its experts are in bfloat16
+    # its experts are in bfloat16
+    torch.testing.assert_close(plain_logits(merged), logits, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
@@ -311,10 +382,14 @@ def test_an_adapter_loads_in_peft(ranks, tmp_path, family):
     """Gemma's embeddings are tied; GLM's files have buffers, which do not belong to the adapter."""
     config = dataclasses.replace(configure(tmp_path, family), adapter=AdapterConfig(rank=2))
     _, logits = ranks.run(2, finish, validate_run(config, 2))[0]
-    out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
+    out, merged = (
+        export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True)
+    )
     assert all(".lora_" in name for name in load_file(out / "adapter_model.safetensors"))
     torch.testing.assert_close(plain_logits(config.model.path, out), logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(plain_logits(merged), logits, rtol=1e-4, atol=1e-4)
-    frozen, stored = (load_file(folder / "model.safetensors") for folder in (merged, config.model.path))
+    frozen, stored = (
+        load_file(folder / "model.safetensors") for folder in (merged, config.model.path)
+    )
     adapted = sum(not torch.equal(frozen[name], tensor) for name, tensor in stored.items())
     assert adapted == (14 if family == "gemma3_text" else 8)

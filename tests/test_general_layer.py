@@ -1,4 +1,5 @@
-"""Decoders of many types: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
+"""Decoders of many types: loss, logits and every gradient equal plain transformers, in fp64
+throughout."""
 
 import copy
 import traceback
@@ -48,12 +49,15 @@ def documents(*names: str):
         return sum(plain_sum(plain, part, part) for part in parts) / (labels[:, 1:] != -100).sum()
 
     optional = {"document_ids": numbers, "position_ids": positions}
-    return {"input_ids": ids, "labels": labels, "plain_loss": sum_of_losses} | {name: optional[name] for name in names}
+    return {"input_ids": ids, "labels": labels, "plain_loss": sum_of_losses} | {
+        name: optional[name] for name in names
+    }
 
 
 def padding():
     """Two rows, the second of which is padded at its end."""
-    ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
+    ids = random_ids(2, 19)
+    mask = torch.ones(2, 19, dtype=torch.long)
     mask[1, 12:] = 0
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
@@ -79,7 +83,12 @@ CASES = {  # family, changes to its configuration, layout, inputs
         {},
     ),
     "two rope bases, on the host": ("gemma3_text", {}, Layout(2, kept=(HOST,) * 2, **STAGES), {}),
-    "two rope bases, documents in positions": ("gemma3_text", {}, Layout(2), documents("position_ids")),
+    "two rope bases, documents in positions": (
+        "gemma3_text",
+        {},
+        Layout(2),
+        documents("position_ids"),
+    ),
     "narrow v, experts after a dense layer": (
         "deepseek_v3",
         {"num_hidden_layers": 2},
@@ -105,8 +114,18 @@ CASES = {  # family, changes to its configuration, layout, inputs
         Layout(2, tile_tokens=5),
         {},
     ),
-    "one norm before and after the layers": ("nanochat", {"num_hidden_layers": 2}, Layout(2, tile_tokens=5), {}),
-    "experts, padding on two ranks": ("qwen2_moe", {"num_hidden_layers": 2}, Layout(2, **STAGES), padding()),
+    "one norm before and after the layers": (
+        "nanochat",
+        {"num_hidden_layers": 2},
+        Layout(2, tile_tokens=5),
+        {},
+    ),
+    "experts, padding on two ranks": (
+        "qwen2_moe",
+        {"num_hidden_layers": 2},
+        Layout(2, **STAGES),
+        padding(),
+    ),
     "experts, both kinds of document inputs": (
         "ernie4_5_moe",
         {"num_hidden_layers": 2},
@@ -115,7 +134,11 @@ CASES = {  # family, changes to its configuration, layout, inputs
     ),
     "head dims by kind of layer": (
         "gemma4_text",
-        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32}
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+        }
         | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
         Layout(2, **STAGES),
         {},
@@ -124,7 +147,12 @@ CASES = {  # family, changes to its configuration, layout, inputs
     "biases, tied embeddings": ("starcoder2", {"num_hidden_layers": 2}, Layout(4), {}),
     "chunks, complex rotations": (
         "llama4_text",
-        {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+        {
+            "attention_chunk_size": 7,
+            "attn_temperature_tuning": False,
+            "num_hidden_layers": 2,
+            "no_rope_layers": [1, 0],
+        }
         | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
         Layout(2, tile_tokens=5),
         {},
@@ -180,7 +208,11 @@ ADAPTERS = {  # family, layout, PEFT's settings
         Layout(2, tile_tokens=5, heads_per_stage=4),
         {"target_modules": [*LINEARS, "lm_head"]},
     ),
-    "fused projections": ("phi3", Layout(), {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    "fused projections": (
+        "phi3",
+        Layout(),
+        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]},
+    ),
     "a norm and the head": (
         "olmo2",
         Layout(2, ring=2),
@@ -197,7 +229,9 @@ ADAPTERS = {  # family, layout, PEFT's settings
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (case in ("everything kept", "fused projections")))
+        pytest.param(
+            case, marks=[pytest.mark.slow] * (case in ("everything kept", "fused projections"))
+        )
         for case in ADAPTERS
     ],
 )
@@ -214,7 +248,9 @@ FROZEN = {
     "all but attention": lambda name: "self_attn" not in name,
     "attention": lambda name: "self_attn" in name,
     "the layers": lambda name: "layers" in name,
-    "everything below the last layer": lambda name: "layers.1" not in name and "lm_head" not in name,
+    "everything below the last layer": lambda name: (
+        "layers.1" not in name and "lm_head" not in name
+    ),
     "sinks and norms": lambda name: "sinks" in name or "norm" in name,
 }
 
@@ -224,7 +260,9 @@ FROZEN = {
     [
         (["all but attention", "sinks and norms"], ()),
         pytest.param(
-            ["attention", "everything below the last layer"], (EVERYTHING, EVERYTHING), marks=pytest.mark.slow
+            ["attention", "everything below the last layer"],
+            (EVERYTHING, EVERYTHING),
+            marks=pytest.mark.slow,
         ),
         pytest.param(FROZEN, (), marks=pytest.mark.slow),
         pytest.param(FROZEN, (EVERYTHING, EVERYTHING), marks=pytest.mark.slow),
@@ -243,11 +281,14 @@ def test_frozen_parameters_have_no_gradient(names, kept):
 def test_fp32_parts_of_a_family_round_as_in_transformers(family):
     """Without `InFloat64`, norms and softmaxes round to fp32 in both models."""
     changes = {"num_hidden_layers": 2}
-    assert_equal(compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6)
+    assert_equal(
+        compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6
+    )
 
 
 def on_two_ranks(family, function, **changes):
-    """Call function(model) on each rank with a parallel copy, and function(plain) with the plain model."""
+    """Call function(model) on each rank with a parallel copy, and function(plain) with the plain
+    model."""
     plain = tiny_decoder(family, num_hidden_layers=2, **changes)
     models = [copy.deepcopy(plain) for _ in range(2)]
     with InFloat64():
@@ -255,7 +296,9 @@ def on_two_ranks(family, function, **changes):
 
     def work():
         mesh = make_mesh(2)
-        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5))
+        model = parallelize_model(
+            models[mesh.rank], mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5)
+        )
         with InFloat64():
             got = function(model)
         return {"result": relative(got.detach(), expected.detach())} | gradient_errors(model, plain)
@@ -295,7 +338,8 @@ def test_logits_are_differentiable():
 
 
 class HostTensorRecorder(TorchDispatchMode):
-    """Record calls of torch.tensor in layers. On a GPU, each would copy from the host and wait for the GPU."""
+    """Record calls of torch.tensor in layers. On a GPU, each would copy from the host and wait for
+    the GPU."""
 
     def __init__(self):
         super().__init__()
@@ -303,7 +347,9 @@ class HostTensorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.lift_fresh.default:
-            stack = ((Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
+            stack = (
+                (Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None)
+            )
             file, line = next((file, line) for file, line in stack if file.is_relative_to(PACKAGE))
             if file.parent.name in ("layer", "blocks", "mixers"):  # not the exchanges
                 self.lines.append(f"{file.name}:{line}")
@@ -340,12 +386,18 @@ class FullSelectCounter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "granite"))]
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "granite")),
+    ],
 )
 def test_backward_copies_nothing_to_drop_a_batch_dim(family):
     """In attention, the delta rule, and a head that is not linear."""
     ids = random_ids(1, 20)
-    model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=3), layout=Layout(tile_tokens=7))
+    model = parallelize_model(
+        tiny_decoder(family, torch.float32, num_hidden_layers=3), layout=Layout(tile_tokens=7)
+    )
     loss = model(input_ids=ids, labels=ids).loss
     with FullSelectCounter() as counter:
         loss.backward()
@@ -353,15 +405,20 @@ def test_backward_copies_nothing_to_drop_a_batch_dim(family):
 
 
 def test_layers_in_bf16_share_exact_angles(monkeypatch):
-    """FSDP2 would cast them to bf16 in every layer, and each layer would keep its copy for backward."""
-    kinds, first = ["sliding_attention", "full_attention"] * 4, 1_000_000
+    """FSDP2 would cast them to bf16 in every layer, and each layer would keep its copy for
+    backward."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    first = 1_000_000
     sizes = {"num_hidden_layers": 8, "layer_types": kinds, "max_position_embeddings": 2**20}
     plain = tiny_decoder("gemma3_text", torch.float32, **sizes)
-    model, tables = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
+    model = parallelize_model(plain, layout=Layout(dtype="bfloat16"))
+    tables = []
     find_call = LayerPasses.find_call
 
     def record_angles(runs, x, arguments, mixer):
-        tables.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
+        tables.extend(
+            t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point()
+        )
         call = find_call(runs, x, arguments, mixer)
         assert {t.dtype for t in (x, call.q_HtK, call.k_GtK, call.v_GtV)} == {torch.bfloat16}
         return call
@@ -370,11 +427,16 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
     positions = torch.arange(first, first + 20)[None]
     model(input_ids=random_ids(1, 20), labels=random_ids(1, 20), position_ids=positions)
     assert len(tables) == 2 * 8
-    angles = {t.untyped_storage().data_ptr(): t for t in tables}  # two kinds of layers have one table each
+    # two kinds of layers have one table each
+    angles = {t.untyped_storage().data_ptr(): t for t in tables}
     assert len(angles) == 4
-    frequencies = [getattr(model.model.rotary_emb, f"{kind}_inv_freq").double() for kind in kinds[:2]]
+    frequencies = [
+        getattr(model.model.rotary_emb, f"{kind}_inv_freq").double() for kind in kinds[:2]
+    ]
     exact = [positions[0, :, None] * frequencies_k for frequencies_k in frequencies]
-    for cos_or_sin, expected in zip(angles.values(), (f() for t in exact for f in (t.cos, t.sin)), strict=True):
+    for cos_or_sin, expected in zip(
+        angles.values(), (f() for t in exact for f in (t.cos, t.sin)), strict=True
+    ):
         torch.testing.assert_close(cos_or_sin[0, :, :8].double(), expected, rtol=0, atol=1e-7)
 
 
@@ -389,10 +451,17 @@ class TokenWise(nn.Module):
 
 @pytest.mark.parametrize("policy", [ActivationPolicy(), EVERYTHING], ids=["recomputed", "kept"])
 def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
-    layer, current, groups = TokenWise(), CurrentCall(), (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
-    spec, layout = LayerSpec(token_dims=(1,)), Layout(tile_tokens=4)
-    schedule = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
-    x, scale, dy = (torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    layer = TokenWise()
+    current = CurrentCall()
+    groups = (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
+    spec = LayerSpec(token_dims=(1,))
+    layout = Layout(tile_tokens=4)
+    schedule = LayerSchedule(
+        "layer", layer, spec, *groups, Store(), layout, policy, current=current
+    )
+    x, scale, dy = (
+        torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
     inputs = [x, scale, *layer.parameters()]
     with current.running(CallState(Docs((0, 11)))):
         ours = schedule(x, scale)
@@ -454,8 +523,13 @@ def test_every_family_and_policy(family, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DECODERS)
 def test_every_family_with_adapters(family):
-    """Adapt only attention: for some mixtures, PEFT replaces other targets by `target_parameters`."""
+    """Adapt only attention: for some mixtures, PEFT replaces other targets by
+    `target_parameters`."""
     plain = tiny_decoder(family)
-    linears = [name for name, module in plain.named_modules() if type(module) is nn.Linear and "self_attn" in name]
+    linears = [
+        name
+        for name, module in plain.named_modules()
+        if type(module) is nn.Linear and "self_attn" in name
+    ]
     plain = add_lora(plain, target_modules=linears)
     assert_equal(compare(plain, Layout(2, heads_per_stage=4, tile_tokens=5)))

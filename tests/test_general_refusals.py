@@ -1,6 +1,7 @@
 """A decoder that the schedule would compute differently is refused by name; others are exact.
 
-Planted layers are also run without the probe's comparison, to check that their results would be wrong.
+Planted layers are also run without the probe's comparison, to check that their results would be
+wrong.
 """
 
 import copy
@@ -35,12 +36,15 @@ FAR = 512  # max_position_embeddings of the tiny decoders
 
 @pytest.fixture(autouse=True)
 def one_seed(request, monkeypatch):
-    """Refuse a model after the first seed, which takes a third of the time, except in the test of several seeds."""
+    """Refuse a model after the first seed, which takes a third of the time, except in the test of
+    several seeds."""
     if "one_seed_only" not in request.node.name:
         monkeypatch.setattr(probe, "SEEDS", probe.SEEDS[:1])
 
 
-def plant(layer_type: type[nn.Module], layers: slice = slice(None), family: str = "olmo2", **changes):
+def plant(
+    layer_type: type[nn.Module], layers: slice = slice(None), family: str = "olmo2", **changes
+):
     """Return a tiny decoder with the class of some layers replaced."""
     model = tiny_decoder(family, **{"num_hidden_layers": 2, **changes})
     for layer in model.model.layers[layers]:
@@ -182,7 +186,9 @@ def test_counting_beyond_a_length_of_the_configuration_is_refused():
 
 class DrawsNumbers(Olmo2DecoderLayer):
     def forward(self, hidden_states, **kwargs):
-        return super().forward(hidden_states * (1 + 0.1 * torch.randn_like(hidden_states)), **kwargs)
+        return super().forward(
+            hidden_states * (1 + 0.1 * torch.randn_like(hidden_states)), **kwargs
+        )
 
 
 def test_random_numbers_are_refused():
@@ -301,7 +307,12 @@ def between_layers(change):
         def forward(self, input_ids, position_ids=None, **kwargs):
             h = embeddings = 1.0 * self.embed_tokens(input_ids)
             position_ids = torch.arange(h.shape[1])[None] if position_ids is None else position_ids
-            kwargs = {"config": self.config, "inputs_embeds": h, "past_key_values": None, "attention_mask": None}
+            kwargs = {
+                "config": self.config,
+                "inputs_embeds": h,
+                "past_key_values": None,
+                "attention_mask": None,
+            }
             mask = create_causal_mask(**kwargs, position_ids=position_ids)
             angles = self.rotary_emb(h, position_ids=position_ids)
             for layer in self.layers:
@@ -335,8 +346,11 @@ class WritesADictionary(Olmo2DecoderLayer):
     """Adds the input of the layer before, if there is one."""
 
     def forward(self, hidden_states, memory=None, **kwargs):
-        before, memory["x"] = memory.get("x"), hidden_states
-        return super().forward(hidden_states if before is None else hidden_states + 0.5 * before, **kwargs)
+        before = memory.get("x")
+        memory["x"] = hidden_states
+        return super().forward(
+            hidden_states if before is None else hidden_states + 0.5 * before, **kwargs
+        )
 
 
 def test_a_dictionary_that_layers_write_to_is_refused():
@@ -346,8 +360,15 @@ def test_a_dictionary_that_layers_write_to_is_refused():
 
 
 def test_a_family_that_shares_keys_through_a_dictionary_is_refused():
-    changes = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    sizes = {"num_hidden_layers": 4, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
+    changes = {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    sizes = {
+        "num_hidden_layers": 4,
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 8,
+    }
     assert_refuses(tiny_decoder("gemma4_text", **changes, **sizes), "gemma4_text")
 
 
@@ -450,7 +471,8 @@ def test_recurrences_and_alibi_are_refused(family, changes, reason):
 def test_modules_after_the_head_are_refused():
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     assert_refuses(
-        tiny_decoder("modernbert-decoder", num_hidden_layers=2, head_dim=4, **tokens), "from more than lm_head"
+        tiny_decoder("modernbert-decoder", num_hidden_layers=2, head_dim=4, **tokens),
+        "from more than lm_head",
     )
 
 
@@ -476,7 +498,8 @@ def test_logits_that_depend_on_token_ids_are_refused():
 
 def test_trained_parameters_after_the_head_are_refused():
     model = plant(Olmo2DecoderLayer)
-    model.__class__, model.scale = ScalesLogits, nn.Parameter(torch.ones(1))
+    model.__class__ = ScalesLogits
+    model.scale = nn.Parameter(torch.ones(1))
     assert_refuses(model, "trained parameters after its layers")
 
 
@@ -489,7 +512,9 @@ class AddsABias(Olmo2Attention):
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         index = torch.arange(hidden_states.shape[1])
         bias = torch.where(index <= index[:, None], 0.1 * (index - index[:, None]), float("-inf"))
-        return super().forward(hidden_states, attention_mask=bias[None, None].to(hidden_states), **kwargs)
+        return super().forward(
+            hidden_states, attention_mask=bias[None, None].to(hidden_states), **kwargs
+        )
 
 
 def test_a_mask_with_a_bias_is_refused():
@@ -515,20 +540,26 @@ def test_a_window_only_in_the_mask_is_exact():
     """Neither qwen2_moe nor these layers of OLMo 3 pass a window to attention."""
     changes = {"use_sliding_window": True, "max_window_layers": 1}
     assert_equal(compare(tiny_decoder("qwen2_moe", num_hidden_layers=2, **changes), TILES))
-    model = tiny_decoder("olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = tiny_decoder(
+        "olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     model.model.layers[0].self_attn.sliding_window = None
     assert_equal(compare(model, TILES))
 
 
 def test_a_window_only_in_the_call_is_refused():
     """Some attention functions of transformers ignore it, others do not."""
-    model = tiny_decoder("olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = tiny_decoder(
+        "olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     model.model.layers[1].self_attn.sliding_window = 3
     assert_refuses(model, "layers.1", "mask")
 
 
 def test_windows_that_differ_between_mask_and_call_are_refused():
-    model = tiny_decoder("olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = tiny_decoder(
+        "olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     model.model.layers[0].self_attn.sliding_window = 4
     assert_refuses(model, "layers.0", "mask")
 
@@ -539,14 +570,21 @@ def test_masks_that_a_call_does_not_show_are_exact_or_refused(family):
     changes = {
         "doge": {},
         "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
-        "llama4_text": {"attention_chunk_size": 5, "intermediate_size_mlp": 40, "no_rope_layers": [1, 0]},
+        "llama4_text": {
+            "attention_chunk_size": 5,
+            "intermediate_size_mlp": 40,
+            "no_rope_layers": [1, 0],
+        },
     }[family]
     refuse_or_compare(tiny_decoder(family, num_hidden_layers=2, **changes))
 
 
 @pytest.mark.parametrize(
     "family, changes",
-    [("smollm3", {"attention_bias": True, "no_rope_layers": [0, 0]}), ("mistral", {"sliding_window": 1})],
+    [
+        ("smollm3", {"attention_bias": True, "no_rope_layers": [0, 0]}),
+        ("mistral", {"sliding_window": 1}),
+    ],
 )
 def test_gradients_that_are_zero_but_for_rounding_are_accepted(family, changes):
     """Those of a bias of keys without RoPE, and of queries and keys in a window of one token."""
@@ -555,9 +593,12 @@ def test_gradients_that_are_zero_but_for_rounding_are_accepted(family, changes):
 
 def test_a_small_value_that_differs_is_refused():
     """Small gradients are compared with a part of the largest one, outputs with themselves."""
-    model, ones = tiny_decoder("olmo2", num_hidden_layers=1), torch.ones(3)
+    model = tiny_decoder("olmo2", num_hidden_layers=1)
+    ones = torch.ones(3)
     theirs = {"output": 1e-5 * ones, "gradient of a": ones, "gradient of b": 1e-4 * ones}
-    probe.compare_results(model, theirs | {"gradient of b": theirs["gradient of b"] + 5e-6}, theirs, "here")
+    probe.compare_results(
+        model, theirs | {"gradient of b": theirs["gradient of b"] + 5e-6}, theirs, "here"
+    )
     for name in ("output", "gradient of b"):
         with pytest.raises(ConfigError, match=f"gives another {name} here"):
             probe.compare_results(model, theirs | {name: 0.8 * theirs[name]}, theirs, "here")
@@ -565,8 +606,10 @@ def test_a_small_value_that_differs_is_refused():
 
 @pytest.mark.parametrize("where", ["of model.layers.0 at position 0", "in a run of"])
 def test_a_difference_with_one_seed_only_is_chance(where, monkeypatch):
-    """Rounding may change a token's experts. With other weights, the model is accepted, with all its blocks."""
-    compare_results, mismatches = probe.compare_results, []
+    """Rounding may change a token's experts. With other weights, the model is accepted, with all
+    its blocks."""
+    compare_results = probe.compare_results
+    mismatches = []
 
     def differ(model, ours, theirs, place):
         if place.startswith(where) and len(mismatches) < most:
@@ -575,7 +618,8 @@ def test_a_difference_with_one_seed_only_is_chance(where, monkeypatch):
         compare_results(model, ours, theirs, place)
 
     monkeypatch.setattr(probe, "compare_results", differ)
-    model, most = tiny_decoder("olmo2", num_hidden_layers=2), 1
+    model = tiny_decoder("olmo2", num_hidden_layers=2)
+    most = 1
     decoder = find_root(model)
     decoder.find_specs(torch.device("cpu"))
     assert len(mismatches) == 1 and all(spec.blocks for spec in decoder.specs)

@@ -17,7 +17,11 @@ from refusals import assert_refused
 from threads import run_on_threads
 
 COEFFICIENT = 0.7
-BALANCED = {"num_hidden_layers": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+BALANCED = {
+    "num_hidden_layers": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": COEFFICIENT,
+}
 IDS = random_ids(4, 18)
 MASK = torch.ones_like(IDS)
 MASK[0, -5:] = 0  # padding is not counted
@@ -31,7 +35,10 @@ def plain_loss(plain, num_groups: int, num_items: int):
         out = plain(input_ids=IDS[rows], attention_mask=MASK[rows], use_cache=False)
         labels = LABELS[rows][:, 1:].flatten()
         total += (
-            F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum") / num_items
+            F.cross_entropy(
+                out.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum"
+            )
+            / num_items
         )
         total += COEFFICIENT * out.aux_loss / num_groups
     return total
@@ -39,7 +46,8 @@ def plain_loss(plain, num_groups: int, num_items: int):
 
 def errors_of_rank(family: str, layout: Layout):
     num_items = int((LABELS[:, 1:] != -100).sum())
-    mesh, plain = make_mesh(layout.cp, ring=layout.ring), tiny_decoder(family, **BALANCED)
+    mesh = make_mesh(layout.cp, ring=layout.ring)
+    plain = tiny_decoder(family, **BALANCED)
     with InFloat64():
         expected = plain_loss(plain, mesh.dp_size, num_items)
     expected.backward()
@@ -59,7 +67,12 @@ def errors_of_rank(family: str, layout: Layout):
     [
         pytest.param("mixtral", 1, Layout(tile_tokens=7), marks=pytest.mark.slow),
         ("gpt_oss", 4, Layout(2, heads_per_stage=4, tile_tokens=5)),
-        pytest.param("qwen2_moe", 2, Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe",
+            2,
+            Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_ranks, layout):
@@ -72,11 +85,15 @@ def test_micro_batches_share_the_load_balancing_loss():
     plain = tiny_decoder("mixtral", num_hidden_layers=2)
     parts = (IDS[1:2], IDS[2:4])
     losses = [model(input_ids=ids, labels=ids, num_items_in_batch=51).loss for ids in parts]
-    assert model(input_ids=IDS, labels=torch.full_like(IDS, -100), per_token=True).aux_loss == 0  # no rank has a label
+    # no rank has a label
+    assert model(input_ids=IDS, labels=torch.full_like(IDS, -100), per_token=True).aux_loss == 0
     expected = 0.0
     for ids in parts:
         out = plain(input_ids=ids, use_cache=False, output_router_logits=True)
-        ce = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / 51
+        ce = (
+            F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+            / 51
+        )
         expected += ce + COEFFICIENT * out.aux_loss * (17 * len(ids) / 51)
     assert relative(sum(losses).detach(), expected.detach()) < 1e-6
 
@@ -90,10 +107,13 @@ def test_the_load_balancing_loss_has_the_coefficient_of_the_model():
 
 def test_another_load_balancing_loss_is_refused(monkeypatch):
     monkeypatch.setattr(
-        "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", lambda *a: torch.ones(())
+        "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func",
+        lambda *a: torch.ones(()),
     )
     model = tiny_decoder("mixtral", **BALANCED)
-    assert_refused(lambda: parallelize_model(model), "output_router_logits=True", fix="use a decoder")
+    assert_refused(
+        lambda: parallelize_model(model), "output_router_logits=True", fix="use a decoder"
+    )
 
 
 @pytest.mark.slow
@@ -101,12 +121,18 @@ def test_another_load_balancing_loss_is_refused(monkeypatch):
 def test_compiled_layers_equal_plain_transformers(family, monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compiler(function, backend="aot_eager", **options)
+        torch,
+        "compile",
+        lambda function, **options: compiler(function, backend="aot_eager", **options),
     )
-    assert_equal(compare(tiny_decoder(family, num_hidden_layers=2), Layout(tile_tokens=5, compile=True)))
+    assert_equal(
+        compare(tiny_decoder(family, num_hidden_layers=2), Layout(tile_tokens=5, compile=True))
+    )
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma3_text", marks=pytest.mark.slow), "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma3_text", marks=pytest.mark.slow), "deepseek_v3"]
+)
 def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
     """Gemma has tied embeddings and two rope bases, DeepSeek experts and a persistent buffer."""
     plain = tiny_decoder(family, torch.float32, num_hidden_layers=2)
@@ -116,7 +142,10 @@ def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
         torch.optim.SGD(either.parameters(), lr=0.1).step()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert relative(loaded(input_ids=IDS).logits.detach(), plain.eval()(input_ids=IDS).logits.detach()) < 1e-4
+    assert (
+        relative(loaded(input_ids=IDS).logits.detach(), plain.eval()(input_ids=IDS).logits.detach())
+        < 1e-4
+    )
     assert set(loaded.state_dict()) == set(plain.state_dict())
 
 

@@ -27,7 +27,10 @@ from refusals import assert_refused
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 IDS = random_ids(1, 24)
-LAYOUTS = {"recomputed": Layout(tile_tokens=7), "kept": Layout(tile_tokens=7, kept=(EVERYTHING,) * 2)}
+LAYOUTS = {
+    "recomputed": Layout(tile_tokens=7),
+    "kept": Layout(tile_tokens=7, kept=(EVERYTHING,) * 2),
+}
 REGISTER = {
     "forward hook": "register_forward_hook",
     "forward pre-hook": "register_forward_pre_hook",
@@ -43,7 +46,10 @@ def make(family: str = "olmo2", **changes):
 def state_of(model: nn.Module) -> dict:
     """Everything that a run could leave behind in modules and in this thread."""
     modules = {
-        name: ({k: id(v) for k, v in vars(module).items() if k == "forward"}, len(module._forward_hooks))
+        name: (
+            {k: id(v) for k, v in vars(module).items() if k == "forward"},
+            len(module._forward_hooks),
+        )
         for name, module in model.named_modules()
     }
     modes = (
@@ -53,7 +59,11 @@ def state_of(model: nn.Module) -> dict:
         len(torch.overrides._get_current_function_mode_stack()),
     )
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {"modules": modules, "modes": modes, "buffers": {name: b.tolist() for name, b in buffers.items()}}
+    return {
+        "modules": modules,
+        "modes": modes,
+        "buffers": {name: b.tolist() for name, b in buffers.items()},
+    }
 
 
 # ---- hooks
@@ -62,7 +72,9 @@ def state_of(model: nn.Module) -> dict:
 def record(calls, module, *values):
     """Record the tensors that a hook receives: inputs, outputs or gradients."""
     tensors = [value for each in values for value in (each if isinstance(each, tuple) else (each,))]
-    calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
+    calls.append(
+        [tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,8 @@ def record(calls, module, *values):
     ],
 )
 def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(kind, layout):
-    plain, calls = make(), {"plain": [], "parallel": []}
+    plain = make()
+    calls = {"plain": [], "parallel": []}
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
     for name, hooked in (("plain", plain), ("parallel", model)):
         getattr(hooked.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
@@ -84,7 +97,8 @@ def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(
             out = hooked(input_ids=IDS, use_cache=False).logits
             out.square().sum().backward()
     assert len(calls["plain"]) == len(calls["parallel"]) == 1
-    (expected,), (ours,) = calls["plain"], calls["parallel"]
+    (expected,) = calls["plain"]
+    (ours,) = calls["parallel"]
     assert len(expected) == len(ours) > 0
     for a, b in zip(ours, expected, strict=True):
         assert relative(a, b) < 1e-10
@@ -95,9 +109,19 @@ INNER = ["self_attn", "self_attn.q_proj", "mlp", "mlp.down_proj", "post_attentio
 
 @pytest.mark.parametrize("kind", REGISTER)
 def test_a_hook_inside_or_outside_the_layers_is_refused(kind):
-    model, parallel = make(), parallelize_model(make())
-    for name in (*(f"model.layers.1.{name}" for name in INNER), "model", "model.norm", "model.rotary_emb", "lm_head"):
-        for hooked, call in ((model, partial(parallelize_model, model)), (parallel, partial(parallel, input_ids=IDS))):
+    model = make()
+    parallel = parallelize_model(make())
+    for name in (
+        *(f"model.layers.1.{name}" for name in INNER),
+        "model",
+        "model.norm",
+        "model.rotary_emb",
+        "lm_head",
+    ):
+        for hooked, call in (
+            (model, partial(parallelize_model, model)),
+            (parallel, partial(parallel, input_ids=IDS)),
+        ):
             handle = getattr(hooked.get_submodule(name), REGISTER[kind])(lambda *args: None)
             assert_refused(call, f"{name} has a {kind}", fix="remove the hook")
             handle.remove()
@@ -145,18 +169,26 @@ def test_bf16_leaves_no_autocast_behind():
 
 @pytest.mark.usefixtures("fresh_probes")
 def test_building_a_model_leaves_nothing_behind():
-    plain, generator = make("gemma3_text"), torch.get_rng_state()
-    names, state = [name for name, _ in plain.named_parameters()], state_of(plain)
+    plain = make("gemma3_text")
+    generator = torch.get_rng_state()
+    names = [name for name, _ in plain.named_parameters()]
+    state = state_of(plain)
     values = {name: param.detach().clone() for name, param in plain.named_parameters()}
     model = parallelize_model(plain)
     assert [name for name, _ in model.named_parameters()] == names
-    assert all(torch.equal(param.full_tensor(), values[name]) for name, param in model.named_parameters())
-    assert state_of(model)["modes"] == state["modes"] and state_of(model)["buffers"] == state["buffers"]
+    assert all(
+        torch.equal(param.full_tensor(), values[name]) for name, param in model.named_parameters()
+    )
+    assert (
+        state_of(model)["modes"] == state["modes"]
+        and state_of(model)["buffers"] == state["buffers"]
+    )
     assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_a_call_draws_no_random_numbers():
-    model, generator = parallelize_model(make("qwen2_moe")), torch.get_rng_state()
+    model = parallelize_model(make("qwen2_moe"))
+    generator = torch.get_rng_state()
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -208,7 +240,8 @@ def test_a_plain_model_of_the_same_configuration_keeps_its_attention():
 def test_a_plain_model_can_share_the_parallel_models_configuration():
     """For example a reference, or a saved model that is loaded again."""
     first = make()
-    expected, model = first(input_ids=IDS).logits, parallelize_model(copy.deepcopy(first))
+    expected = first(input_ids=IDS).logits
+    model = parallelize_model(copy.deepcopy(first))
     assert "ithaka" not in model.config.to_json_string()
     again = _remake(first, copy.deepcopy(model.config))
     assert relative(again(input_ids=IDS).logits, expected) < 1e-6
@@ -223,7 +256,9 @@ def _remake(model, config):
 
 def test_two_parallel_models_do_not_disturb_each_other():
     plains = [make("gemma2"), make("gpt_oss")]
-    models = [parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains]
+    models = [
+        parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains
+    ]
     with InFloat64(), fp64_tiles():
         losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
         for loss in losses:
@@ -237,13 +272,17 @@ def test_two_parallel_models_do_not_disturb_each_other():
 
 
 def test_dropout_is_refused():
-    assert_refused(lambda: parallelize_model(make(attention_dropout=0.1)), "attention_dropout=0.1", fix="0")
+    assert_refused(
+        lambda: parallelize_model(make(attention_dropout=0.1)), "attention_dropout=0.1", fix="0"
+    )
 
 
 JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
 
 
-@pytest.mark.parametrize("family, changes", [("starcoder2", {"residual_dropout": 0.2}), ("phimoe", JITTER)])
+@pytest.mark.parametrize(
+    "family, changes", [("starcoder2", {"residual_dropout": 0.2}), ("phimoe", JITTER)]
+)
 @pytest.mark.parametrize(
     "mode",
     [
@@ -254,7 +293,9 @@ JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
 def test_randomness_without_a_module_of_its_own_is_refused(family, changes, mode):
     """Even in evaluation mode, in which from_pretrained returns models: it may be trained later."""
     model = make(family, **changes).train(mode == "train")
-    assert_refused(lambda: parallelize_model(model), f"model_type={family} ", "layers.0", fix="use a decoder")
+    assert_refused(
+        lambda: parallelize_model(model), f"model_type={family} ", "layers.0", fix="use a decoder"
+    )
 
 
 # ---- positions
@@ -284,7 +325,10 @@ ROPES = {
 
 @pytest.mark.parametrize(
     "rope, cp",
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("longrope", 2))) for case in product(ROPES, (1, 2))],
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case != ("longrope", 2)))
+        for case in product(ROPES, (1, 2))
+    ],
 )
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
     """The first of two ranks, and the first tile, have only short positions."""
@@ -319,7 +363,11 @@ def test_angles_are_exact_at_ten_million_positions(family):
     model = make(family, dtype=torch.float32)
     rotary = model.model.rotary_emb
     positions = torch.tensor([[0, 1, 4095, 1_000_003, 9_999_991, 10_000_000]])
-    kinds = [kind for kind in ("sliding_attention", "full_attention") if hasattr(rotary, f"{kind}_inv_freq")]
+    kinds = [
+        kind
+        for kind in ("sliding_attention", "full_attention")
+        if hasattr(rotary, f"{kind}_inv_freq")
+    ]
     parallelize_model(model)
     for kind in kinds or [None]:
         prefix = f"{kind}_" if kind else ""
@@ -329,16 +377,20 @@ def test_angles_are_exact_at_ten_million_positions(family):
         cos, sin = rotary(torch.zeros(1, 6, 8), positions, *args)
         angles = positions[0, :, None].double() * inv_freq
         for ours, exact in ((cos, angles.cos() * scale), (sin, angles.sin() * scale)):
-            columns = exact if ours.shape[-1] == exact.shape[-1] else torch.cat([exact, exact], dim=-1)
+            columns = (
+                exact if ours.shape[-1] == exact.shape[-1] else torch.cat([exact, exact], dim=-1)
+            )
             if not torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0):
                 columns = exact.repeat_interleave(2, dim=-1)
             assert torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0)
 
 
 def test_the_loss_does_not_depend_on_where_positions_start():
-    """Rotations are relative. With angles in fp32, they would be wrong ten million positions from the start."""
+    """Rotations are relative. With angles in fp32, they would be wrong ten million positions from
+    the start."""
     model = parallelize_model(make(dtype=torch.float32))
-    near, far = torch.arange(24)[None], 9_999_000 + torch.arange(24)[None]
+    near = torch.arange(24)[None]
+    far = 9_999_000 + torch.arange(24)[None]
     with torch.no_grad():
         losses = [float(model(input_ids=IDS, labels=IDS, position_ids=p).loss) for p in (near, far)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -346,7 +398,8 @@ def test_the_loss_does_not_depend_on_where_positions_start():
 
 def test_a_captured_call_is_freed_without_the_garbage_collector():
     """A reference cycle would keep q, k and v of many tiles."""
-    q, mask = torch.zeros(1, 2, 3, 4), CapturingMask(torch.float64)
+    q = torch.zeros(1, 2, 3, 4)
+    mask = CapturingMask(torch.float64)
     with contextlib.suppress(BaseException):
         _attend(nn.Identity(), q, q, q, mask)
     assert mask.call is not None
@@ -361,7 +414,10 @@ def test_a_captured_call_is_freed_without_the_garbage_collector():
 
 def test_a_refused_model_is_not_changed():
     """Neither if the probe refuses it nor if a later check does."""
-    for model, options in ((make(attention_dropout=0.0), {"layout": Layout(kernel="fa4")}), (make(), {"cp": 3})):
+    for model, options in (
+        (make(attention_dropout=0.0), {"layout": Layout(kernel="fa4")}),
+        (make(), {"cp": 3}),
+    ):
         ids = torch.arange(12)[None]
         before = model(input_ids=ids).logits
         with pytest.raises((ConfigError, ValueError)):

@@ -1,7 +1,8 @@
-"""What tests on a GPU build and call also works on a CPU: their models, batches and layouts, at a small size.
+"""What tests on a GPU build and call also works on a CPU: their models, batches and layouts, at a
+small size.
 
-Nobody has a GPU at every change, so a model that refuses its batch, or a layout that cannot be made, must show here.
-Kernels are not run: their tests have counterparts with fake_triton.
+Nobody has a GPU at every change, so a model that refuses its batch, or a layout that cannot be
+made, must show here. Kernels are not run: their tests have counterparts with fake_triton.
 """
 
 import ast
@@ -27,9 +28,12 @@ from test_general_precision import GPU_CASES, gpu_case
 from threads import run_on_threads
 
 # Has the heads of precision.LARGE, so every number of stages can be made.
-TINY = Size(heads=32, kv_heads=8, head_dim=2, intermediate=32, vocab=64, window=10, tokens=24, layers=1)
+TINY = Size(
+    heads=32, kv_heads=8, head_dim=2, intermediate=32, vocab=64, window=10, tokens=24, layers=1
+)
 CPU = torch.device("cpu")
-# Tests of tests/gpu that call a model, and the test here, or the unmarked cases there, that do the same on a CPU.
+# Tests of tests/gpu that call a model, and the test here, or the unmarked cases there, that do the
+# same on a CPU.
 SETUPS = {
     "test_any_number_of_stages_is_as_good_as_autocast": "test_every_number_of_stages",
     "test_every_tier_is_as_good_as_autocast": "test_every_tier",
@@ -51,7 +55,9 @@ SETUPS = {
     "test_a_run_on_four_ranks_resumes_bitwise": "test_a_configured_run",
     "test_a_run_on_four_ranks_resumes_on_two": "test_a_configured_run",
     "test_a_rank_that_fails_ends_all_within_a_minute": "test_a_configured_run",
-    "test_the_same_command_under_torchrun_resumes_a_run_of_four_ranks_on_two": "test_a_configured_run",
+    "test_the_same_command_under_torchrun_resumes_a_run_of_four_ranks_on_two": (
+        "test_a_configured_run"
+    ),
 }
 
 
@@ -81,7 +87,9 @@ def fast(case: tuple, *of: tuple):
     return pytest.param(*case, marks=() if case in of else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("cp,stages", [fast(case.values, (1, 32), (4, 8)) for case in test_model_gpu.STAGES])
+@pytest.mark.parametrize(
+    "cp,stages", [fast(case.values, (1, 32), (4, 8)) for case in test_model_gpu.STAGES]
+)
 def test_every_number_of_stages(cp, stages):
     check("llama", cp, bf16_layout(TINY.heads // stages, tile_tokens=TINY.tokens // 3))
 
@@ -91,7 +99,9 @@ def test_every_tier(options):
     check("llama", 2, bf16_layout(TINY.heads // 2, **{"tile_tokens": TINY.tokens // 3, **options}))
 
 
-@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "adapted"])
+@pytest.mark.parametrize(
+    "adapted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "adapted"]
+)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_every_family(family, adapted):
     layout = bf16_layout(TINY.heads // 2, tile_tokens=TINY.tokens // 3, keep_attention="device")
@@ -110,9 +120,13 @@ def test_mixtures(family):
 @pytest.mark.parametrize("name", test_model_gpu.OPTIMIZERS)
 def test_every_optimizer(name):
     model = initial_model("qwen3", TINY, 0, CPU)
-    layout = bf16_layout(TINY.heads // 2, tile_tokens=TINY.tokens // 3, kernel="reference", offload_optimizer=True)
+    layout = bf16_layout(
+        TINY.heads // 2, tile_tokens=TINY.tokens // 3, kernel="reference", offload_optimizer=True
+    )
     make_optimizer = test_model_gpu.OPTIMIZERS[name]
-    [steps] = test_model_gpu.after_a_step(model, random_batch(TINY, 0, CPU), 1, layout, make_optimizer)
+    [steps] = test_model_gpu.after_a_step(
+        model, random_batch(TINY, 0, CPU), 1, layout, make_optimizer
+    )
     assert steps["before"].keys() == steps["after"].keys()
 
 
@@ -131,7 +145,10 @@ def test_layers_of_late_streams(layer):
 @pytest.mark.slow
 def test_four_ranks():
     ranks = Ranks(4)
-    cases = {"cp 4, ring 2": test_nccl.GROUPS["cp 4, ring 2"], "disk": (2, 1, test_nccl.TIERS["disk"])}
+    cases = {
+        "cp 4, ring 2": test_nccl.GROUPS["cp 4, ring 2"],
+        "disk": (2, 1, test_nccl.TIERS["disk"]),
+    }
     assert ranks.run(4, test_nccl.compare_with_autocast, "llama", cases)[0] == {}
     ranks.close()
 
@@ -144,11 +161,16 @@ def test_a_configured_run(ranks, tmp_path):
 
 
 def test_every_test_that_calls_a_model_is_listed():
-    """A new test in one of these modules needs an entry in SETUPS, and each entry a test that exists."""
+    """A new test in one of these modules needs an entry in SETUPS, and each entry a test that
+    exists."""
     here = {name for name in globals() if name.startswith("test_")} | {"unmarked"}
     assert set(SETUPS.values()) <= here
     found = set()
     for module in (test_late_streams, test_model_gpu, test_nccl):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-        found |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"}
+        found |= {
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"
+        }
     assert found == SETUPS.keys()

@@ -23,11 +23,16 @@ def heads_read(table: HeadTable, rank: int) -> list[tuple[int, int]]:
     pairs = []
     for stage in table.stages:
         for read in stage.reads[rank]:
-            kv_heads = table.kv_transfers[read.kv_transfer].kv_heads[rank][read.kv_slot :][: read.num_kv]
+            kv_heads = table.kv_transfers[read.kv_transfer].kv_heads[rank][read.kv_slot :][
+                : read.num_kv
+            ]
             assert len(kv_heads) == read.num_kv and read.width % read.num_kv == 0
             queries_per_kv = read.width // read.num_kv
             slots = range(read.first, read.last)
-            pairs += [(stage.query_heads[rank][slot], kv_heads[n // queries_per_kv]) for n, slot in enumerate(slots)]
+            pairs += [
+                (stage.query_heads[rank][slot], kv_heads[n // queries_per_kv])
+                for n, slot in enumerate(slots)
+            ]
     return pairs
 
 
@@ -58,7 +63,10 @@ def test_a_kv_head_moves_once_to_each_rank_that_needs_it(layout):
     table = head_table(*layout)
     for rank in range(cp):
         moved = [
-            head for kv_transfer in table.kv_transfers for head in kv_transfer.kv_heads[rank] if head != EMPTY_SLOT
+            head
+            for kv_transfer in table.kv_transfers
+            for head in kv_transfer.kv_heads[rank]
+            if head != EMPTY_SLOT
         ]
         assert moved == sorted(set(moved))
         assert set(moved) == {kv_head for _, kv_head in heads_read(table, rank)}
@@ -105,4 +113,6 @@ def test_loads_are_live_from_first_to_last_use(layout):
 def test_plain_ulysses_is_one_stage():
     table = head_table(8, 2, 4)
     assert [stage.query_heads for stage in table.stages] == [((0, 1), (2, 3), (4, 5), (6, 7))]
-    assert [kv_transfer.kv_heads for kv_transfer in table.kv_transfers] == [((0,), (0,), (1,), (1,))]
+    assert [kv_transfer.kv_heads for kv_transfer in table.kv_transfers] == [
+        ((0,), (0,), (1,), (1,))
+    ]

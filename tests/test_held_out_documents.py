@@ -1,4 +1,5 @@
-"""No copy of a held-out document is trained on: in no file, format, source or entry of a curriculum."""
+"""No copy of a held-out document is trained on: in no file, format, source or entry of a
+curriculum."""
 
 import json
 import shutil
@@ -10,7 +11,7 @@ from ithaka.config import DataConfig, parse_config
 from ithaka.data import stream as data_stream
 from ithaka.data.documents import read
 from ithaka.data.documents.split import SourceContent, Split, hash_content, make_split
-from ithaka.data.find import find_data
+from ithaka.data.held_out import find_data
 from ithaka.data.open import check_data, describe_data
 from ithaka.run.preflight import preflight
 from refusals import assert_refused
@@ -69,7 +70,10 @@ def test_copies_in_another_format_or_with_other_fields_are_on_the_same_side(tmp_
 
 
 def test_null_fields_and_labels_do_not_distinguish_copies(tmp_path):
-    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in TEXTS[:40]]
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in TEXTS[:40]
+    ]
     with_nulls = [[message | {"tool_calls": None} for message in talk] for talk in talks]
     for name, records in (("a", talks), ("b", with_nulls)):
         tools = {"tools": None} if name == "b" else {}
@@ -77,10 +81,16 @@ def test_null_fields_and_labels_do_not_distinguish_copies(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     keys = {}
     for name in ("a", "b"):
-        [source] = find_data(DataConfig(path=tmp_path / f"{name}.jsonl", validation_fraction=0)).sources
+        [source] = find_data(
+            DataConfig(path=tmp_path / f"{name}.jsonl", validation_fraction=0)
+        ).sources
         [shard] = source.train
         keys[name] = [key for key, _ in shard.contents()]
-    lines = [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [1, 3]}]
+    lines = [
+        {"input_ids": [1, 2]},
+        {"input_ids": [1, 2], "labels": [-100, 2]},
+        {"input_ids": [1, 3]},
+    ]
     (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, lines)))
     [source] = find_data(DataConfig(path=tmp_path / "ids.jsonl", validation_fraction=0)).sources
     first, again, other = (key for key, _ in source.train[0].contents())
@@ -99,11 +109,17 @@ def test_entries_of_a_curriculum_train_on_nothing_that_one_of_them_holds_out(tmp
     assert not {*sides[0][0], *sides[1][0]} & {*sides[0][1], *sides[1][1]}
     assert all(held_out for _, held_out in sides) == (later.get("validation_fraction") != 0)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    tree |= {"model": {"path": str(tmp_path / "config.json")}, "train": {"run_dir": str(tmp_path / "run")}}
+    tree |= {
+        "model": {"path": str(tmp_path / "config.json")},
+        "train": {"run_dir": str(tmp_path / "run")},
+    }
     tree["data"]["tokenizer"] = "bytes"
     (tmp_path / "file.yaml").write_text(json.dumps(tree))
     run = preflight(tmp_path / "file.yaml", ["parallel.ranks=1"])
-    assert [data.validation_fraction for data in run.datasets] == [0.1, later.get("validation_fraction", 0.1)]
+    assert [data.validation_fraction for data in run.datasets] == [
+        0.1,
+        later.get("validation_fraction", 0.1),
+    ]
 
 
 def test_what_other_entries_hold_out_is_said(tmp_path):
@@ -117,7 +133,8 @@ def test_what_other_entries_hold_out_is_said(tmp_path):
 
 @pytest.mark.parametrize("is_one_text", [False, True])
 def test_another_source_does_not_change_the_identity_of_a_large_one(is_one_text):
-    """A run whose curriculum gets another entry resumes: its tokens and its positions keep their names."""
+    """A run whose curriculum gets another entry resumes: its tokens and its positions keep their
+    names."""
     large = SourceContent({key << 50: 10 for key in range(1, 1000)}, False, False, 0.1, 10**6)
     small = SourceContent({2**64 - 1: 5, 2**64 - 2: 5}, True, is_one_text, 0.1, 10)
     both = make_split([large, small])
@@ -145,7 +162,9 @@ def test_text_files_keep_their_side_and_a_text_alone_its_end(tmp_path):
     assert not {*train} & {*held_out}
     assert {*before[1]} <= {*split(replace(data, path=tmp_path / "more"))[1]}
     alone = {"path": tmp_path / "texts" / "150.txt"}  # a longer one
-    train, held_out = split(DataConfig(sources=[{"path": data.path}, alone], validation_fraction=0.1))
+    train, held_out = split(
+        DataConfig(sources=[{"path": data.path}, alone], validation_fraction=0.1)
+    )
     assert held_out.count(TEXTS[150][-len(held_out[-1]) :]) == 2 and train.count(TEXTS[150]) == 0
     assert held_out[-1] + train[-1] not in train and train[-1] + held_out[-1] == TEXTS[150]
 
@@ -166,7 +185,10 @@ def test_a_document_of_most_of_the_data_is_trained_on(tmp_path):
 def test_a_large_share_of_held_out_text_is_said(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one text", "two text"])
     summary = find_data(DataConfig(path=path)).summary
-    assert summary["validation"] == f"data.validation_fraction=0.02 of data.path={path}, 50% of the bytes"
+    assert (
+        summary["validation"]
+        == f"data.validation_fraction=0.02 of data.path={path}, 50% of the bytes"
+    )
 
 
 def test_copies_of_one_document_are_not_held_out_from_themselves(tmp_path):
@@ -175,7 +197,10 @@ def test_copies_of_one_document_are_not_held_out_from_themselves(tmp_path):
     check_data(DataConfig(path=path, context=2), 264)
     assert split(DataConfig(path=path, validation_fraction=0.99)) == (["the same"] * 5, [])
     found = find_data(DataConfig(path=path))
-    assert not found.is_split and found.summary["validation"] == f"none, data.path={path} has one record"
+    assert (
+        not found.is_split
+        and found.summary["validation"] == f"none, data.path={path} has one record"
+    )
 
 
 def test_large_data_is_scanned_until_some_of_it_is_on_each_side(tmp_path, monkeypatch):
@@ -183,7 +208,9 @@ def test_large_data_is_scanned_until_some_of_it_is_on_each_side(tmp_path, monkey
     monkeypatch.setattr(read, "SHARD_BYTES", 100)
     reads = []
     contents = read.Shard.contents
-    monkeypatch.setattr(read.Shard, "contents", lambda shard: reads.append(shard) or contents(shard))
+    monkeypatch.setattr(
+        read.Shard, "contents", lambda shard: reads.append(shard) or contents(shard)
+    )
     data = DataConfig(path=write_jsonl(tmp_path / "a.jsonl", TEXTS), validation_fraction=0.1)
     train, held_out = split(data)
     assert sorted(train + held_out) == sorted(TEXTS) and len(held_out) > 5 and len(reads) < 40
@@ -213,16 +240,24 @@ def test_a_split_holds_out_the_fraction():
 def test_a_run_that_held_out_documents_by_position_is_refused_or_resumes_identically(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
     data = DataConfig(path=path, context=64, validation_fraction=0.1)
-    old = open_with_cache(data).state_dict() | {"version": data_stream.BY_POSITION, "data": "of another split"}
+    old = open_with_cache(data).state_dict() | {
+        "version": data_stream.BY_POSITION,
+        "data": "of another split",
+    }
     refused = open_with_cache(data)
     for check in (refused.load_state_dict, refused.check_format):
         named = "held out documents by their position", "data.validation_fraction"
-        assert_refused(lambda check=check: check(old), *named, fix="export the run and start a new one")
+        assert_refused(
+            lambda check=check: check(old), *named, fix="export the run and start a new one"
+        )
     unsplit = replace(data, validation_fraction=0)
-    reference, resumed = open_with_cache(unsplit), open_with_cache(unsplit)
+    reference = open_with_cache(unsplit)
+    resumed = open_with_cache(unsplit)
     for _ in range(3):
         reference.next_batch()
     resumed.load_state_dict(reference.state_dict() | {"version": data_stream.BY_POSITION})
     assert resumed.next_batch().input_ids.tolist() == reference.next_batch().input_ids.tolist()
     newer = reference.state_dict() | {"version": data_stream.STATE_FORMAT + 1}
-    assert_refused(lambda: resumed.check_format(newer), "format 8", fix="resume with the ithaka that wrote it")
+    assert_refused(
+        lambda: resumed.check_format(newer), "format 8", fix="resume with the ithaka that wrote it"
+    )

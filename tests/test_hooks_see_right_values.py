@@ -17,9 +17,14 @@ from parity import random_ids
 from refusals import assert_refused
 
 IDS = random_ids(1, 8)
-ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+ATTENTION = [
+    f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+]
 IGNORED = [
-    *(f"model.layers.1.{name}" for name in ("self_attn", *ATTENTION, "input_layernorm", "post_attention_layernorm")),
+    *(
+        f"model.layers.1.{name}"
+        for name in ("self_attn", *ATTENTION, "input_layernorm", "post_attention_layernorm")
+    ),
     *("model", "model.norm", "model.rotary_emb", "lm_head"),
 ]
 REGISTER = {
@@ -50,7 +55,9 @@ def test_hooks_that_would_be_ignored_are_refused(kind, tied):
         assert_refused(parallelize, f"{name} has a {kind}", fix="decoder layer")
         handle.remove()
         handle = getattr(parallel.get_submodule(name), REGISTER[kind])(nothing)
-        assert_refused(partial(parallel, input_ids=IDS), f"{name} has a {kind}", fix="decoder layer")
+        assert_refused(
+            partial(parallel, input_ids=IDS), f"{name} has a {kind}", fix="decoder layer"
+        )
         handle.remove()
     assert parallel(input_ids=IDS).logits.shape == (1, 8, 61)
 
@@ -58,7 +65,9 @@ def test_hooks_that_would_be_ignored_are_refused(kind, tied):
 def test_a_forward_pre_hook_on_the_model_is_refused():
     model = parallelize_model(make(), mesh=make_mesh(1))
     model.register_forward_pre_hook(nothing)
-    assert_refused(partial(model, input_ids=IDS), "model has a forward pre-hook", fix="remove the hook")
+    assert_refused(
+        partial(model, input_ids=IDS), "model has a forward pre-hook", fix="remove the hook"
+    )
 
 
 def test_hooks_that_transformers_leaves_behind_are_accepted():
@@ -69,26 +78,37 @@ def test_hooks_that_transformers_leaves_behind_are_accepted():
     parallel = parallelize_model(model, mesh=make_mesh(1))
     parallel(input_ids=IDS, labels=IDS).loss.backward()
     parallel.model.layers[1].self_attn.register_forward_hook(nothing)
-    assert_refused(partial(parallel, input_ids=IDS), "layers.1.self_attn has a forward hook", fix="remove")
+    assert_refused(
+        partial(parallel, input_ids=IDS), "layers.1.self_attn has a forward hook", fix="remove"
+    )
 
 
 class HookRecorder:
-    """Records the values and gradients that hooks on layers and embeddings receive. Gradients are not copied."""
+    """Records the values and gradients that hooks on layers and embeddings receive. Gradients are
+    not copied."""
 
     def __init__(self, model) -> None:
-        self.values, self.grads, self.grad_inputs, self.grad_outputs = {}, {}, {}, {}
+        self.values = {}
+        self.grads = {}
+        self.grad_inputs = {}
+        self.grad_outputs = {}
         for name in ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"):
             module = model.get_submodule(name)
-            module.register_forward_hook(lambda module, args, out, name=name: self.record_output(name, out))
+            module.register_forward_hook(
+                lambda module, args, out, name=name: self.record_output(name, out)
+            )
             if name != "model.embed_tokens":
-                module.register_full_backward_hook(lambda module, dx, dy, name=name: self.record_grads(name, dx, dy))
+                module.register_full_backward_hook(
+                    lambda module, dx, dy, name=name: self.record_grads(name, dx, dy)
+                )
 
     def record_output(self, name, out):
         self.values[name] = out.detach().clone()
         out.register_hook(lambda grad: self.grads.__setitem__(name, grad))
 
     def record_grads(self, name, dx, dy):
-        self.grad_inputs[name], self.grad_outputs[name] = dx[0], dy[0]
+        self.grad_inputs[name] = dx[0]
+        self.grad_outputs[name] = dy[0]
 
     def all(self):
         for what in ("values", "grads", "grad_inputs", "grad_outputs"):
@@ -100,7 +120,8 @@ class HookRecorder:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_layers_and_embeddings_get_plain_values_and_gradients(when, keep_everything):
     """Gradients stay valid after backward, although its buffers are reused by the next layer."""
-    plain, model = make(num_hidden_layers=3), make(num_hidden_layers=3)
+    plain = make(num_hidden_layers=3)
+    model = make(num_hidden_layers=3)
     layout = make_layout(3, keep_everything=keep_everything)
     expected = HookRecorder(plain)
     if when == "before":
@@ -118,9 +139,12 @@ def test_hooks_on_layers_and_embeddings_get_plain_values_and_gradients(when, kee
 
 
 def test_a_tensor_hook_outlives_the_module_hook_that_set_it():
-    model, kept = parallelize_model(make(num_hidden_layers=3), mesh=make_mesh(1)), []
+    model = parallelize_model(make(num_hidden_layers=3), mesh=make_mesh(1))
+    kept = []
     handle = model.model.layers[1].register_forward_hook(
-        lambda module, args, out: out.register_hook(lambda grad: kept.extend([grad, grad.clone()])) and None
+        lambda module, args, out: (
+            out.register_hook(lambda grad: kept.extend([grad, grad.clone()])) and None
+        )
     )
     loss = model(input_ids=IDS, labels=IDS).loss
     handle.remove()
@@ -134,16 +158,20 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.shape, self.num_copies = (8, hidden), 0
+        self.shape = (8, hidden)
+        self.num_copies = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_copies += function is torch.ops.aten.clone.default and args[0].shape[-2:] == self.shape
+        self.num_copies += (
+            function is torch.ops.aten.clone.default and args[0].shape[-2:] == self.shape
+        )
         return function(*args, **(kwargs or {}))
 
 
 def test_a_debugger_does_not_change_the_reference_count():
     """A tracer may hold every function's local variables, including the gradient."""
-    held, tracer = [], sys.gettrace()
+    held = []
+    tracer = sys.gettrace()
 
     def trace(frame, event, argument):
         held.append(frame.f_locals)
@@ -169,12 +197,17 @@ def test_a_debugger_does_not_change_the_reference_count():
     ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
 )
 @pytest.mark.parametrize(
-    "make_one", [make, pytest.param(partial(tiny_decoder, "olmo2"), marks=pytest.mark.slow)], ids=["qwen3", "olmo2"]
+    "make_one",
+    [make, pytest.param(partial(tiny_decoder, "olmo2"), marks=pytest.mark.slow)],
+    ids=["qwen3", "olmo2"],
 )
 def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, num_copies):
-    model, kept = parallelize_model(make_one(num_hidden_layers=3), mesh=make_mesh(1)), []
+    model = parallelize_model(make_one(num_hidden_layers=3), mesh=make_mesh(1))
+    kept = []
     if hook is not None:
-        model.model.layers[1].register_forward_hook(lambda module, args, out: hook(out, kept) and None)
+        model.model.layers[1].register_forward_hook(
+            lambda module, args, out: hook(out, kept) and None
+        )
     loss = model(input_ids=IDS, labels=IDS).loss
     with Copies(model.config.hidden_size) as copies:
         loss.backward()
@@ -182,7 +215,8 @@ def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, nu
 
 
 def test_a_hook_may_change_an_output():
-    """Forward hooks on a layer and on the embeddings (such as noise) take effect as in Hugging Face."""
+    """Forward hooks on a layer and on the embeddings (such as noise) take effect as in Hugging
+    Face."""
     losses = []
     for parallel in (False, True):
         model = make()
@@ -208,12 +242,21 @@ def test_a_hook_may_return_another_dtype(make_one):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_only_post_accumulate_hooks_on_parameters_are_accepted(when):
     """FSDP2 calls post-accumulate hooks and no others."""
-    model, grads = make(), []
+    model = make()
+    grads = []
     if when == "after":
         model = parallelize_model(model, mesh=make_mesh(1))
-        model.model.norm.weight.register_post_accumulate_grad_hook(lambda param: grads.append(param.grad))
+        model.model.norm.weight.register_post_accumulate_grad_hook(
+            lambda param: grads.append(param.grad)
+        )
         model(input_ids=IDS, labels=IDS).loss.backward()
         assert torch.equal(grads[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
     model.model.embed_tokens.weight.register_hook(nothing)
-    call = partial(model, input_ids=IDS) if when == "after" else partial(parallelize_model, model, mesh=make_mesh(1))
-    assert_refused(call, "model.embed_tokens.weight", "hook", fix="register_post_accumulate_grad_hook")
+    call = (
+        partial(model, input_ids=IDS)
+        if when == "after"
+        else partial(parallelize_model, model, mesh=make_mesh(1))
+    )
+    assert_refused(
+        call, "model.embed_tokens.weight", "hook", fix="register_post_accumulate_grad_hook"
+    )

@@ -1,5 +1,5 @@
-"""Models and datasets from a local stand-in for the hub: names, revisions, sizes, interrupted downloads, offline mode,
-tokens and streaming."""
+"""Models and datasets from a local stand-in for the hub: names, revisions, sizes, interrupted
+downloads, offline mode, tokens and streaming."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from ithaka.checkpoint.files import write_pins
+from ithaka.checkpoint.checkpoints import write_pins
 from ithaka.config import to_yaml
 from ithaka.exits import TransientError
 from ithaka.hub import fetch_model
@@ -42,11 +42,15 @@ def to_parquet(texts):
 
 
 DATA = {
-    "README.md": b"---\nconfigs:\n- {config_name: default, data_files: 'data/*.parquet'}\n- config_name: lines\n"
-    b"  data_files: [{split: train, path: lines/train.jsonl}, {split: dev, path: lines/dev.jsonl}]\n---\n",
+    "README.md": b"---\nconfigs:\n- {config_name: default, data_files: 'data/*.parquet'}\n- "
+    b"config_name: lines\n"
+    b"  data_files: [{split: train, path: lines/train.jsonl}, {split: dev, path: "
+    b"lines/dev.jsonl}]\n---\n",
     "data/0.parquet": to_parquet(TEXTS[:20]),
     "data/1.parquet": to_parquet(TEXTS[20:]),
-    "lines/train.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:30]),
+    "lines/train.jsonl": b"".join(
+        json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:30]
+    ),
     "lines/dev.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[30:]),
 }  # of the dataset org/texts
 STREAM = """
@@ -57,8 +61,10 @@ from ithaka.data import open
 from ithaka.data.documents import files
 from ithaka.data.documents import read
 from ithaka.data.tokenizer import load_tokenizer
-files.STREAMED_BYTES, read.SHARD_BYTES = 0, 4096
-caches, tokenizer = (Path(f"tokens{i}") for i in itertools.count()), load_tokenizer("bytes", None)
+files.STREAMED_BYTES = 0
+read.SHARD_BYTES = 4096
+caches = (Path(f"tokens{i}") for i in itertools.count())
+tokenizer = load_tokenizer("bytes", None)
 
 def opened(path, state=None, **settings):
     config = DataConfig(path=Path(path), context=3000, **settings)
@@ -74,16 +80,21 @@ def read_batches(data, num):
 def held_out(data):
     return [sequence.tokens.tolist() for sequence in data.validation_sequences(2)]
 
-names = {"hf://org/texts": "local/data/*.parquet", "hf://org/texts@main:lines/train": "local/lines/train.jsonl"}
+names = {
+    "hf://org/texts": "local/data/*.parquet",
+    "hf://org/texts@main:lines/train": "local/lines/train.jsonl",
+}
 for path, local in names.items():
     dev = {} if "data" in local else {"validation_path": Path("local/lines/dev.jsonl")}
-    streamed, downloaded = opened(path), opened(local, **dev)
+    streamed = opened(path)
+    downloaded = opened(local, **dev)
     assert held_out(streamed) == held_out(downloaded)
     first = read_batches(streamed, 7)
     state = streamed.state_dict()
     rest = read_batches(streamed, 20)  # beyond an epoch
     assert first + rest == read_batches(downloaded, 27)
-    assert rest == read_batches(opened(path, state), 20) == read_batches(opened(local, state, **dev), 20)
+    assert rest == read_batches(opened(path, state), 20)
+    assert rest == read_batches(opened(local, state, **dev), 20)
     print(json.dumps(next(iter(streamed.summary.values()))))
 files.STREAMED_BYTES = 1e9
 files.open_dataset.cache_clear()
@@ -100,8 +111,9 @@ from ithaka.hub import create_repository, fetch_model, push_files
 for name in sys.argv[1:]:
     try:
         if name.startswith("push="):
-            create_repository(name.removeprefix("push="))
-            print(json.dumps(push_files(Path("out"), ["README.md"], name.removeprefix("push="), "Upload it")))
+            repository = name.removeprefix("push=")
+            create_repository(repository)
+            print(json.dumps(push_files(Path("out"), ["README.md"], repository, "Upload it")))
             continue
         print(json.dumps(str(fetch_model(Path(name)))))
     except ConfigError as error:
@@ -114,7 +126,9 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("localhost", 0), Handler)
-        self.requests, self.cuts, self.other = [], 0, None
+        self.requests = []
+        self.cuts = 0
+        self.other = None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
@@ -126,55 +140,96 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         """Create a repository in org, and commit small files to it."""
-        body, kind = self.rfile.read(int(self.headers["Content-Length"])), self.path.split("/")[-2]
-        self.server.requests.append((self.command, self.path, self.headers.get("Authorization"), body))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        kind = self.path.split("/")[-2]
+        self.server.requests.append(
+            (self.command, self.path, self.headers.get("Authorization"), body)
+        )
         if self.path == "/api/repos/create" and json.loads(body)["organization"] != "org":
             return self.answer(403, b'{"error": "not allowed"}', {})
         if self.path == "/api/repos/create" and json.loads(body)["name"] == "public":
             return self.answer(409, b'{"url": "http://localhost/org/public"}', {})
         files = json.loads(body)["files"] if kind == "preupload" else []
-        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+        modes = [
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files
+        ]
         address = f"http://localhost:{self.server.server_port}/org/new"
-        answer = {"url": address, "files": modes, "commitOid": "d" * 40, "commitUrl": f"{address}/commit/{'d' * 40}"}
+        answer = {
+            "url": address,
+            "files": modes,
+            "commitOid": "d" * 40,
+            "commitUrl": f"{address}/commit/{'d' * 40}",
+        }
         return self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def do_HEAD(self):
         self.do_GET()
 
     def do_GET(self):
-        hub, path = self.server, self.path.partition("?")[0].strip("/").split("/")
-        hub.requests.append((self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range")))
+        hub = self.server
+        path = self.path.partition("?")[0].strip("/").split("/")
+        hub.requests.append(
+            (self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range"))
+        )
         if path in (["api", "models", "org", "new"], ["api", "models", "org", "public"]):
             body = {"id": "/".join(path[2:]), "private": path[-1] == "new", "siblings": []}
             return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        if path[:4] == ["api", "models", "org", "tiny"] and path[-1] in ("tiny", *COMMITS, *COMMITS.values()):
-            sha, kind = COMMITS.get(path[-1], path[-1]), path[4] if len(path) > 4 else "revision"
+        if path[:4] == ["api", "models", "org", "tiny"] and path[-1] in (
+            "tiny",
+            *COMMITS,
+            *COMMITS.values(),
+        ):
+            sha = COMMITS.get(path[-1], path[-1])
+            kind = path[4] if len(path) > 4 else "revision"
             entries = [{"rfilename": name, "size": len(data)} for name, data in FILES.items()]
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": "c" * 40} for n, d in FILES.items()]
+            tree = [
+                {"type": "file", "path": n, "size": len(d), "oid": "c" * 40}
+                for n, d in FILES.items()
+            ]
             body = {"id": "org/tiny", "sha": sha, "siblings": entries} if kind != "tree" else tree
             return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
         if path[:3] == ["org", "tiny", "resolve"] and "/".join(path[4:]) in FILES:
             name = "/".join(path[4:])
-            sha, data = COMMITS.get(path[3], path[3]), FILES[name]
-            headers = {"ETag": f'"{len(data):040d}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+            sha = COMMITS.get(path[3], path[3])
+            data = FILES[name]
+            headers = {
+                "ETag": f'"{len(data):040d}"',
+                "X-Repo-Commit": sha,
+                "Accept-Ranges": "bytes",
+            }
             if name.endswith(".safetensors") and self.command == "GET" and hub.other is not None:
                 location = f"http://localhost:{hub.other.server_port}{self.path}"
                 return self.answer(302, b"", headers | {"Location": location})
             return self.answer(200, data, headers)
         if path[:4] == ["api", "datasets", "org", "texts"]:
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": "c" * 40} for n, d in DATA.items()]
-            tree += [{"type": "directory", "path": name, "oid": "e" * 40} for name in ("data", "lines")]
+            tree = [
+                {"type": "file", "path": n, "size": len(d), "oid": "c" * 40}
+                for n, d in DATA.items()
+            ]
+            tree += [
+                {"type": "directory", "path": name, "oid": "e" * 40} for name in ("data", "lines")
+            ]
             tree = [each for each in tree if each["path"].rpartition("/")[0] == "/".join(path[6:])]
-            body = {"id": "org/texts", "sha": COMMITS["main"], "siblings": []} if "tree" not in path else tree
+            body = (
+                {"id": "org/texts", "sha": COMMITS["main"], "siblings": []}
+                if "tree" not in path
+                else tree
+            )
             return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
         if path[:4] == ["datasets", "org", "texts", "resolve"]:
             data = DATA.get("/".join(path[5:]))
-            headers = {"ETag": f'"{len(data or b""):040d}"', "X-Repo-Commit": COMMITS["main"], "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{len(data or b""):040d}"',
+                "X-Repo-Commit": COMMITS["main"],
+                "Accept-Ranges": "bytes",
+            }
             if data and path[-1] != "README.md" and self.command == "GET" and hub.other is not None:
                 location = f"http://localhost:{hub.other.server_port}{self.path}"
                 return self.answer(302, b"", headers | {"Location": location})
             return (
-                self.answer(200, data, headers) if data else self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                self.answer(200, data, headers)
+                if data
+                else self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             )
         missing = "RevisionNotFound" if "tiny" in path else "RepoNotFound"
         return self.answer(404, b"{}", {"X-Error-Code": missing})
@@ -182,10 +237,12 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, code, body, headers):
         byte_range = self.headers.get("Range") if code == 200 else None
         start, _, end = (byte_range or "bytes=0-").removeprefix("bytes=").partition("-")
-        total, body = len(body), body[int(start) : int(end or len(body)) + 1]
+        total = len(body)
+        body = body[int(start) : int(end or len(body)) + 1]
         if byte_range:
             span = f"bytes {start}-{int(start) + len(body) - 1}/{total}"
-            code, headers = 206, headers | {"Content-Range": span}
+            code = 206
+            headers = headers | {"Content-Range": span}
         self.send_response(code)
         for name, value in {**headers, "Content-Length": len(body)}.items():
             self.send_header(name, str(value))
@@ -208,10 +265,21 @@ def run_client(hub, cache, *names, code=CODE, **environment):
     """Run `code` with `names` in a new process, as huggingface_hub reads its settings only once.
 
     Returns the printed progress lines and results."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_CACHE": str(cache), "HF_TOKEN": "secret"}
-    env |= {"HF_ENDPOINT": f"http://localhost:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", **environment}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HF_HUB_CACHE": str(cache),
+        "HF_TOKEN": "secret",
+    }
+    env |= {
+        "HF_ENDPOINT": f"http://localhost:{hub.server_port}",
+        "HF_HUB_DISABLE_XET": "1",
+        **environment,
+    }
     command = [sys.executable, "-c", code, *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=cache.parent, timeout=180)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=cache.parent, timeout=180
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if line.startswith("downloading")], [
@@ -220,8 +288,10 @@ def run_client(hub, cache, *names, code=CODE, **environment):
 
 
 def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
-    """An interrupted download resumes, weights may come from another host, and only the hub gets the token."""
-    cache, hub.other = tmp_path / "cache", Hub()
+    """An interrupted download resumes, weights may come from another host, and only the hub gets
+    the token."""
+    cache = tmp_path / "cache"
+    hub.other = Hub()
     hub.other.cuts = 1
     removed = tmp_path / "removed/models--org--tiny/snapshots" / COMMITS["v2"]
     names = "org/tiny", "org/tiny@v2", str(removed), "org/none", "org/tiny@v9"
@@ -230,12 +300,17 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     root = cache / "models--org--tiny/snapshots"
     assert (main, v2, again) == (str(root / COMMITS["main"]), str(root / COMMITS["v2"]), v2)
     assert (
-        progress[0] == f"downloading org/tiny: 0.03 GB in 2 files, to {cache}" and len(progress) == 1
+        progress[0] == f"downloading org/tiny: 0.03 GB in 2 files, to {cache}"
+        and len(progress) == 1
     )  # v2 has the same files
     assert {file.name for file in root.glob("*/*")} == {"config.json", "model.safetensors"}
     assert all(file.read_bytes() == FILES[file.name] for file in root.glob("*/*"))
-    assert_refused(none["error"], "model.path=org/none", "no such repository", fix="a local directory")
-    assert_refused(v9["error"], "model.path=org/tiny@v9", "no such revision v9", fix="correct the name")
+    assert_refused(
+        none["error"], "model.path=org/none", "no such repository", fix="a local directory"
+    )
+    assert_refused(
+        v9["error"], "model.path=org/tiny@v9", "no such revision v9", fix="correct the name"
+    )
     ranges = [each[3] for each in hub.other.requests if each[3]]
     assert ranges and all(int(each.removeprefix("bytes=").partition("-")[0]) > 0 for each in ranges)
     assert {token for _, path, token, _ in hub.requests if "tiny" in path} == {"Bearer secret"}
@@ -253,9 +328,13 @@ def http_error(status):
 
 
 @pytest.mark.parametrize("answered", range(3))  # requests before the outage
-def test_an_outage_is_transient_and_a_cached_model_is_used_despite_it(tmp_path, monkeypatch, answered):
-    """A launcher restarts after an outage, as it does after one while a dataset is opened; other errors are final."""
-    requests, failure = [], http_error(503)
+def test_an_outage_is_transient_and_a_cached_model_is_used_despite_it(
+    tmp_path, monkeypatch, answered
+):
+    """A launcher restarts after an outage, as it does after one while a dataset is opened; other
+    errors are final."""
+    requests = []
+    failure = http_error(503)
 
     def answer(*_, **__):
         requests.append(failure)
@@ -287,22 +366,28 @@ def test_an_outage_is_transient_and_a_cached_model_is_used_despite_it(tmp_path, 
 
 @pytest.mark.slow
 def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
-    """Batches equal those from local files, also after resuming. Requests ask for ranges, are retried, and send the
-    token only to the hub."""
+    """Batches equal those from local files, also after resuming. Requests ask for ranges, are
+    retried, and send the token only to the hub."""
     pytest.importorskip("datasets")
     for name, data in DATA.items():
         (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "local" / name).write_bytes(data)
-    cache, hub.other = tmp_path / "cache", Hub()
+    cache = tmp_path / "cache"
+    hub.other = Hub()
     hub.other.cuts = 1
     progress, (parquet, lines, small, pinned) = run_client(
         hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"
     )
     hub.other.shutdown()
     assert parquet.startswith("2 files (parquet), ") and lines.startswith("1 file (jsonl), ")
-    assert all(each.endswith(f"streamed from org/texts@{COMMITS['main']}") for each in (parquet, lines))
+    assert all(
+        each.endswith(f"streamed from org/texts@{COMMITS['main']}") for each in (parquet, lines)
+    )
     streamed = [each for each in hub.other.requests if each[3]]
-    assert hub.other.cuts == 0 and {path.rpartition(".")[2] for _, path, *_ in streamed} == {"parquet", "jsonl"}
+    assert hub.other.cuts == 0 and {path.rpartition(".")[2] for _, path, *_ in streamed} == {
+        "parquet",
+        "jsonl",
+    }
     assert {token for *_, token, _ in hub.other.requests} == {None}
     assert {token for _, path, token, _ in hub.requests if "resolve" in path} == {"Bearer secret"}
     assert progress == ["downloading org/texts: 0.00 GB in 2 files"]
@@ -310,7 +395,8 @@ def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
 
 
 def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypatch):
-    """This holds for --resume auto too, which reads the names again. A new name gets its current commit."""
+    """This holds for --resume auto too, which reads the names again. A new name gets its current
+    commit."""
     commits = {"main": "a" * 40, "v2": "b" * 40}
 
     def find(self, repo, revision=None, **_):
@@ -327,25 +413,45 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", find)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", find)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    run_dir, file = tmp_path / "run", tmp_path / "run.yaml"
-    sources = [{"path": "hf://org/a@v2:lines/train"}, {"path": "hf://org/b"}, {"path": str(tmp_path)}]
+    run_dir = tmp_path / "run"
+    file = tmp_path / "run.yaml"
+    sources = [
+        {"path": "hf://org/a@v2:lines/train"},
+        {"path": "hf://org/b"},
+        {"path": str(tmp_path)},
+    ]
     tree = {
         "model": {"path": "org/tiny"},
         "data": {"sources": sources, "validation_path": "hf://org/c/dev"},
         "evaluate": {"data": "hf://org/b"},
-        "curriculum": [{"context": 8, "steps": 2}, {"context": 16, "steps": 2, "data": {"path": "hf://org/d"}}],
+        "curriculum": [
+            {"context": 8, "steps": 2},
+            {"context": 16, "steps": 2, "data": {"path": "hf://org/d"}},
+        ],
         "train": {"run_dir": str(run_dir)},
     }
     file.write_text(json.dumps(tree))
 
     def names(config):
-        data, last = config.data, config.curriculum[1].data
-        paths = [*(source.path for source in data.sources), data.validation_path, config.evaluate.data, last["path"]]
+        data = config.data
+        last = config.curriculum[1].data
+        paths = [
+            *(source.path for source in data.sources),
+            data.validation_path,
+            config.evaluate.data,
+            last["path"],
+        ]
         return [config.model.path.name, *map(str, paths)]
 
     first = resolve(file, [], AUTO, commits=(started := {}))
     a, b = commits.values()
-    hub = f"hf:/org/a@{b}:lines/train", f"hf:/org/b@{a}", str(tmp_path), f"hf:/org/c@{a}/dev", f"hf:/org/b@{a}"
+    hub = (
+        f"hf:/org/a@{b}:lines/train",
+        f"hf:/org/b@{a}",
+        str(tmp_path),
+        f"hf:/org/c@{a}/dev",
+        f"hf:/org/b@{a}",
+    )
     assert names(first) == [a, *hub, f"hf:/org/d@{a}"]
     (run_dir / "checkpoints/step-00000002").mkdir(parents=True)
     (run_dir / "config.yaml").write_text(to_yaml(first))
@@ -354,10 +460,13 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     for again in (resolve(file, [], AUTO), resolve(None, [], run_dir)):
         assert names(again) == names(first)
     other = names(resolve(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
-    assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(first)[1:5]
+    assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(
+        first
+    )[1:5]
     for resume in (AUTO, None):  # a name is never recorded without its commit
         with pytest.raises(
-            TransientError, match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct"
+            TransientError,
+            match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct",
         ):
             resolve(file, ["evaluate.data=hf://org/slow"], resume)
     (run_dir / "checkpoints/step-00000002").rmdir()
@@ -384,9 +493,15 @@ def test_files_are_pushed_in_one_commit_to_private_repositories(hub, tmp_path):
     assert_refused(wrong["error"], "--push=new", fix="ORG/NAME")
     assert_refused(public["error"], "--push=org/public is public", fix="make it private")
     assert not any("/org/public/" in path for _, path, *_ in hub.requests), "nothing was uploaded"
-    created = next(json.loads(body) for _, path, _, body in hub.requests if path == "/api/repos/create")
+    created = next(
+        json.loads(body) for _, path, _, body in hub.requests if path == "/api/repos/create"
+    )
     assert created["name"] == "new" and "private" in (created.get("visibility"), *created)
-    commit = next(body for _, path, token, body in hub.requests if "/commit/" in path and token == "Bearer secret")
+    commit = next(
+        body
+        for _, path, token, body in hub.requests
+        if "/commit/" in path and token == "Bearer secret"
+    )
     lines = [json.loads(line) for line in commit.splitlines()]
     [file] = [line["value"] for line in lines if line["key"] == "file"]
     assert (file["path"], base64.b64decode(file["content"])) == ("README.md", b"# a card")

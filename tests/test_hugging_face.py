@@ -1,4 +1,5 @@
-"""Trainer and SFTTrainer on ranks that share sequences match one plain process. Runs the examples."""
+"""Trainer and SFTTrainer on ranks that share sequences match one plain process. Runs the
+examples."""
 
 import contextlib
 import importlib.util
@@ -18,17 +19,23 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTTrainer
 
 from decoders import SIZES
-from ithaka.hf.trainer import long_context
+from ithaka.hf.trainers import long_context
 from trainers import ShiftRouters, full_weights, trainer_environment
 
 TOLERANCE = 1e-5  # fp32
 
 
 class FadingSGD(torch.optim.SGD):
-    """SGD whose steps shrink: state that is no tensor, in addition to momentum. AdamW would amplify rounding errors."""
+    """SGD whose steps shrink: state that is no tensor, in addition to momentum. AdamW would amplify
+    rounding errors."""
 
     def step(self, closure=None):
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+        for param in (
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ):
             number = self.state[param]["number"] = self.state[param].get("number", 0) + 1
             param.grad.mul_(1 - number / 20)
         return super().step(closure)
@@ -46,12 +53,20 @@ LOGGED = (
     "num_input_tokens_seen",
 )
 datasets.disable_progress_bars()
-QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
+QUIET = {
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+    "dataloader_pin_memory": False,
+    "save_total_limit": None,
+}
 SHORT = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}  # saves seconds
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[1] / "examples" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.SIZES["num_hidden_layers"] = 1  # saves seconds
@@ -59,8 +74,10 @@ def example(name):
 
 
 def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
-    """Run an example on all ranks and return (logs, weights). cp=0: plain trainer; `rows`: another dataset."""
-    module, world = example(name), dist.get_world_size()
+    """Run an example on all ranks and return (logs, weights). cp=0: plain trainer; `rows`: another
+    dataset."""
+    module = example(name)
+    world = dist.get_world_size()
     if family is not None:
         module.AutoConfig = SimpleNamespace(for_model=partial(decoder_config, family))
     if rows is not None:
@@ -74,7 +91,10 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         trainer_class = partial(trainer_class, callbacks=[ShiftRouters()], **OPTIMIZER)
         trainer = module.make_trainer(trainer_class, str(folder), **QUIET, **changes)
         trainer.remove_callback(PrinterCallback)
-        assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
+        assert (
+            trainer.get_total_train_batch_size(trainer.args)
+            == 2 * trainer.args.gradient_accumulation_steps
+        )
         hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
         assert not cp or "require_grads" not in str(hooks), "TRL's hook, for its own checkpointing"
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -111,10 +131,15 @@ def check(runs, expected, logged=LOGGED):
 
 
 def test_trainer(ranks, tmp_path):
-    """Covers accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
+    """Covers accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on
+    two ranks.
 
     The best checkpoint, whose weights are the final ones, is not the last."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    }
     trained = partial(run, **best, **SHORT, include_num_input_tokens_seen="non_padding")
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")
     assert expected[0][0]["num_input_tokens_seen"] > 0
@@ -131,18 +156,28 @@ def test_trainer(ranks, tmp_path):
 
 @pytest.fixture
 def rows():
-    """Rows for six steps an epoch, the last with one micro-batch. Steps 2 and 5 and half of step 3 have no labels."""
+    """Rows for six steps an epoch, the last with one micro-batch. Steps 2 and 5 and half of step 3
+    have no labels."""
     dataset = example("hf_trainer").rows(22, seed=1)
     for i in (4, 5, 6, 7, 10, 11, 16, 17, 18, 19):
-        dataset[i]["labels"] = [5] + [-100] * (len(dataset[i]["labels"]) - 1)  # no token predicts the first
+        # no token predicts the first
+        dataset[i]["labels"] = [5] + [-100] * (len(dataset[i]["labels"]) - 1)
     return dataset
 
 
 def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
-    """The plain trainer's dataset omits them. A run that skipped some resumes on another number of ranks."""
-    changes = {"max_steps": 7, "save_steps": 4, "eval_steps": 4, "train_sampling_strategy": "sequential"}
+    """The plain trainer's dataset omits them. A run that skipped some resumes on another number of
+    ranks."""
+    changes = {
+        "max_steps": 7,
+        "save_steps": 4,
+        "eval_steps": 4,
+        "train_sampling_strategy": "sequential",
+    }
     labelled = rows[:4] + rows[8:16] + rows[20:]
-    (expected,) = ranks.run(1, partial(run, rows=labelled, **changes), "hf_trainer", 0, tmp_path / "plain")
+    (expected,) = ranks.run(
+        1, partial(run, rows=labelled, **changes), "hf_trainer", 0, tmp_path / "plain"
+    )
     assert expected[0][-1]["step"] == 7
     trained = partial(run, rows=rows, **changes)
     check(ranks.run(2, trained, "hf_trainer", 1, tmp_path / "two"), expected)
@@ -162,12 +197,16 @@ def test_sft_trainer_on_packed_conversations(ranks, tmp_path, num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"]
+)
 def test_sft_trainer_on_other_decoders(ranks, tmp_path, family):
-    """For some MoE models TRL adds and logs the load-balancing loss. Routers of others have persistent buffers, which a
-    resumed run restores."""
+    """For some MoE models TRL adds and logs the load-balancing loss. Routers of others have
+    persistent buffers, which a resumed run restores."""
     # The masks of gpt_oss ignore documents in transformers 5.23.
-    changes = {"gpt_oss": {"packing": False}, "qwen3_moe": {"router_aux_loss_coef": 0.5}}.get(family, {})
+    changes = {"gpt_oss": {"packing": False}, "qwen3_moe": {"router_aux_loss_coef": 0.5}}.get(
+        family, {}
+    )
     trained = partial(run, family=family, **changes, **SHORT)
     (expected,) = ranks.run(1, trained, "sft", 0, tmp_path / "plain")
     assert ("aux_loss" in expected[0][0]) == (family in ("qwen3_moe", "gpt_oss"))
@@ -205,17 +244,16 @@ def own_loop(folder, lora):
 def test_a_custom_loop_has_the_losses_of_one_rank(ranks, tmp_path, lora):
     """A plain model loads what two ranks save."""
     (expected,) = ranks.run(1, own_loop, tmp_path / "one", lora)
-    assert ranks.run(2, own_loop, tmp_path / "two", lora) == [pytest.approx(expected, abs=1e-4)] * 2  # AdamW
+    # AdamW
+    assert ranks.run(2, own_loop, tmp_path / "two", lora) == [pytest.approx(expected, abs=1e-4)] * 2
     module = example("own_loop")
     files = (tmp_path / "one", tmp_path / "two")
     if lora:
         models = [PeftModel.from_pretrained(module.make_model(False), file) for file in files]
     else:
         models = [AutoModelForCausalLM.from_pretrained(file) for file in files]
-    (one, two), start = (
-        [dict(model.named_parameters()) for model in models],
-        dict(module.make_model(lora).named_parameters()),
-    )
+    (one, two) = [dict(model.named_parameters()) for model in models]
+    start = dict(module.make_model(lora).named_parameters())
     changed = [name for name, tensor in one.items() if not torch.equal(tensor, start[name])]
     assert changed and all((".lora_" in name) == lora for name in changed)
     assert all((one[name] - two[name]).abs().max() < 1e-2 for name in changed)

@@ -1,4 +1,5 @@
-"""long_context refuses unsupported trainer arguments; `parallelize` with a context plans as `ithaka train` does."""
+"""long_context refuses unsupported trainer arguments; `parallelize` with a context plans as
+`ithaka train` does."""
 
 import copy
 import dataclasses
@@ -21,14 +22,22 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.training_args import OptimizerNames
-from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import (
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
 
 import ithaka
 from ithaka import parallel
 from ithaka.checkpoint.save import trained_weights
 from ithaka.comm.mesh import make_mesh, start_process_group
 from ithaka.config import ConfigError, parse_config
-from ithaka.hf import trainer as hf
+from ithaka.hf import trainers as hf
 from ithaka.hf.rewards import check_rollout
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
@@ -85,17 +94,28 @@ def test_training_arguments_are_refused(tmp_path, name, value, fix):
 
 
 def test_8_bit_adamw_of_bitsandbytes_becomes_torchao(tmp_path, capsys):
-    """Training resumes from its own checkpoint with the same moments, which are 8-bit for rows of 64."""
+    """Training resumes from its own checkpoint with the same moments, which are 8-bit for rows of
+    64."""
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
     for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
-        arguments = {"optim": OptimizerNames(name), "max_steps": 2, "save_steps": 1, "disable_tqdm": True}
+        arguments = {
+            "optim": OptimizerNames(name),
+            "max_steps": 2,
+            "save_steps": 1,
+            "disable_tqdm": True,
+        }
         model = tiny_model(tiny_config("llama", hidden_size=64, num_hidden_layers=1), torch.float32)
         made = trainer(tmp_path, arguments=arguments, model=model, train_dataset=rows)
-        assert f"optim={name}" in (printed := capsys.readouterr().out) and "adamw_torch_8bit" in printed
+        assert (
+            f"optim={name}" in (printed := capsys.readouterr().out)
+            and "adamw_torch_8bit" in printed
+        )
     moments = []
     for resume in (None, str(tmp_path / "checkpoint-1")):
         made.train(resume_from_checkpoint=resume)
-        moment = made.optimizer.optimizer.state[made.model.model.layers[0].mlp.up_proj.weight]["exp_avg"]
+        moment = made.optimizer.optimizer.state[made.model.model.layers[0].mlp.up_proj.weight][
+            "exp_avg"
+        ]
         moments.append(moment.to_local().codes.clone())
     assert torch.equal(*moments) and moments[0].any()
 
@@ -108,19 +128,30 @@ def test_objects_and_classes_are_refused(tmp_path):
         ({"compute_loss_func": print}, "ithaka.token_logprobs"),
     ):
         assert_refused(partial(trainer, tmp_path, **kwargs), *kwargs, fix=fix)
-    assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout")
+    assert_refused(
+        lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout"
+    )
     assert_refused(lambda: trainer(tmp_path, model="gpt2"), "model='gpt2'", fix="from_pretrained")
     make = partial(hf.long_context(DPOTrainer), "model", ref_model="gpt2")
     assert_refused(make, "ref_model='gpt2'", fix="from_pretrained")
     assert_refused(lambda: trainer(tmp_path, 8), "ithaka=8", "dictionary", fix="{'cp': 8}")
-    assert_refused(lambda: trainer(tmp_path, {"layout": {}}), "layout={}", "dict", fix="ithaka.Layout(")
-    assert_refused(lambda: hf.long_context(hf.long_context(Trainer)), "LongContextTrainer", fix="directly")
-    assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", fix="GRPOTrainer")
-    assert_refused(lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer")
+    assert_refused(
+        lambda: trainer(tmp_path, {"layout": {}}), "layout={}", "dict", fix="ithaka.Layout("
+    )
+    assert_refused(
+        lambda: hf.long_context(hf.long_context(Trainer)), "LongContextTrainer", fix="directly"
+    )
+    assert_refused(
+        lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", fix="GRPOTrainer"
+    )
+    assert_refused(
+        lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer"
+    )
 
 
 def test_adapters_other_than_lora_and_heads_over_classes_are_refused(tmp_path):
-    """The planner reads LoRA's ranks, and TRL's trainers a generation_config, which such models do not have."""
+    """The planner reads LoRA's ranks, and TRL's trainers a generation_config, which such models do
+    not have."""
     adapter = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     model = get_peft_model(tiny_model(tiny_config("llama"), torch.float32), adapter)
     for make in (
@@ -130,15 +161,29 @@ def test_adapters_other_than_lora_and_heads_over_classes_are_refused(tmp_path):
     ):
         assert_refused(make, "PEFT's peft_type=IA3", fix="peft_type=LORA")
     classifier = AutoModelForSequenceClassification.from_config(tiny_config("llama"))
-    for make in (partial(trainer, tmp_path, model=classifier), partial(hf.long_context(SFTTrainer), classifier)):
+    for make in (
+        partial(trainer, tmp_path, model=classifier),
+        partial(hf.long_context(SFTTrainer), classifier),
+    ):
         assert_refused(make, "model", "LlamaForSequenceClassification", fix="AutoModelForCausalLM")
 
 
 def test_nothing_to_train_is_refused(tmp_path):
     frozen = tiny_model(tiny_config("llama"), torch.float32).requires_grad_(False)
-    assert_refused(partial(trainer, tmp_path, model=frozen), "model", "no parameter", fix="requires_grad_(True)")
-    assert_refused(partial(trainer, tmp_path, train_dataset=[]), "train_dataset", "no rows", fix="filter")
-    assert_refused(partial(trainer, tmp_path, train_dataset="a.json"), "train_dataset='a.json'", fix="load_dataset")
+    assert_refused(
+        partial(trainer, tmp_path, model=frozen),
+        "model",
+        "no parameter",
+        fix="requires_grad_(True)",
+    )
+    assert_refused(
+        partial(trainer, tmp_path, train_dataset=[]), "train_dataset", "no rows", fix="filter"
+    )
+    assert_refused(
+        partial(trainer, tmp_path, train_dataset="a.json"),
+        "train_dataset='a.json'",
+        fix="load_dataset",
+    )
 
 
 def test_nan_in_the_weights_is_refused(tmp_path):
@@ -147,16 +192,28 @@ def test_nan_in_the_weights_is_refused(tmp_path):
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     made = trainer(tmp_path, model=model, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     assert_refused(
-        made.train, "model=LlamaForCausalLM", "model.layers.1.mlp.up_proj.weight", "NaN", fix="other weights"
+        made.train,
+        "model=LlamaForCausalLM",
+        "model.layers.1.mlp.up_proj.weight",
+        "NaN",
+        fix="other weights",
     )
 
 
 @pytest.mark.parametrize(
     "trainer_class, columns, fix",
     [
-        (SFTTrainer, "question, answer", "text or messages or conversations or prompt and completion or input_ids"),
+        (
+            SFTTrainer,
+            "question, answer",
+            "text or messages or conversations or prompt and completion or input_ids",
+        ),
         (DPOTrainer, "prompt, chosen", "chosen and rejected"),
-        (KTOTrainer, "prompt, completion", "prompt and completion and label or chosen and rejected"),
+        (
+            KTOTrainer,
+            "prompt, completion",
+            "prompt and completion and label or chosen and rejected",
+        ),
         (GRPOTrainer, "question", "prompt"),
         (RLOOTrainer, "question", "prompt"),
     ],
@@ -173,13 +230,17 @@ def test_generation_on_the_training_gpus_is_refused(tmp_path):
     colocated = config(use_vllm=True, vllm_mode="colocate")
     assert_refused(lambda: make(colocated), "vllm_mode=colocate", fix="rollout_func")
     uncached = config(max_completion_length=4096, generation_kwargs={"use_cache": False})
-    assert_refused(lambda: make(uncached), "max_new_tokens=4096", "512", fix="leave use_cache=False out")
+    assert_refused(
+        lambda: make(uncached), "max_new_tokens=4096", "512", fix="leave use_cache=False out"
+    )
 
 
 def test_a_trainer_that_does_not_see_all_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("accelerate.state.PartialState._prepare_backend", lambda *args: (None, "NO"))
+    monkeypatch.setattr(
+        "accelerate.state.PartialState._prepare_backend", lambda *args: (None, "NO")
+    )
     assert_refused(lambda: trainer(tmp_path), "1 of 2 processes", fix="use_cpu=True")
 
 
@@ -211,7 +272,9 @@ def test_a_checkpoint_that_is_truncated_or_of_another_model_is_refused(tmp_path)
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     resume = partial(made.train, resume_from_checkpoint=str(tmp_path))
     names = f"resume_from_checkpoint={tmp_path} cannot be loaded"
-    dcp.save({"model": {"lm_head.weight": torch.zeros(3, 3)}}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
+    dcp.save(
+        {"model": {"lm_head.weight": torch.zeros(3, 3)}}, checkpoint_id=tmp_path / hf.STATE_FOLDER
+    )
     assert_refused(resume, names, fix="use the model, adapter and optimizer that wrote it")
     dcp.save({"model": trained_weights(made.model)}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
     for file in (tmp_path / hf.STATE_FOLDER).glob("*.distcp"):
@@ -219,7 +282,11 @@ def test_a_checkpoint_that_is_truncated_or_of_another_model_is_refused(tmp_path)
     assert_refused(resume, names, fix="an earlier checkpoint")
 
 
-ROLLOUT = {"prompt_ids": [[1], [1]], "completion_ids": [[2, 3], [4]], "logprobs": [[-1.0, -1.0], [-1.0]]}
+ROLLOUT = {
+    "prompt_ids": [[1], [1]],
+    "completion_ids": [[2, 3], [4]],
+    "logprobs": [[-1.0, -1.0], [-1.0]],
+}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +319,10 @@ class LoadingTrainer(Trainer):
 def test_a_trainer_may_load_the_model(tmp_path):
     tiny_model(tiny_config("llama"), torch.float32).save_pretrained(tmp_path)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    assert hf.long_context(LoadingTrainer)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size == 1
+    assert (
+        hf.long_context(LoadingTrainer)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size
+        == 1
+    )
 
 
 # ---- plans
@@ -280,7 +350,9 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     """The plan is for an H200; the model runs on a CPU."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
-    config = parse_config({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
+    config = parse_config(
+        {"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}}
+    )
     shape = parallel.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
@@ -292,7 +364,12 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
 
 
 def big_model(**changes):
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     with torch.device("meta"):
         config = AutoConfig.for_model("llama", **sizes, vocab_size=128256, num_hidden_layers=32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -301,19 +378,26 @@ def big_model(**changes):
 def test_a_context_that_does_not_fit_is_refused(on_h200):
     start_process_group()
     run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None)
-    assert_refused(lambda: run(64 * 2**20, 1), "data.context=67108864", "GPU", fix="memory.offload=host")
+    assert_refused(
+        lambda: run(64 * 2**20, 1), "data.context=67108864", "GPU", fix="memory.offload=host"
+    )
     three_ranks = partial(parallel.plan_model_run, big_model(), 3, None, "bfloat16", None, 4096, 1)
     assert_refused(three_ranks, "parallel.cp=3", "1 rank", fix="use 1,")
 
 
 def test_plans_count_adapters(on_h200):
-    """Freezing the base saves memory: a context that does not fit with full training fits with adapters."""
+    """Freezing the base saves memory: a context that does not fit with full training fits with
+    adapters."""
     start_process_group()
     plain = big_model()
     layout = Layout(tile_tokens=4096)
-    fully_trained = partial(parallel.plan_model_run, copy.copy(plain), None, None, "bfloat16", layout, 131072, 1)
+    fully_trained = partial(
+        parallel.plan_model_run, copy.copy(plain), None, None, "bfloat16", layout, 131072, 1
+    )
     assert_refused(fully_trained, "data.context=131072", "GPU", fix="memory.offload=host")
-    adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
+    adapted = get_peft_model(
+        plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    )
     shape = parallel.shape_from_model(adapted)
     assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert parallel.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
@@ -324,12 +408,17 @@ def test_plans_count_adapters_on_experts(monkeypatch):
     shape = dataclasses.make_dataclass(
         "Shape", [("encoders", tuple)], namespace={"with_adapter": lambda shape, adapter: adapter}
     )(())
-    monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)  # measuring one takes seconds
+    # measuring one takes seconds
+    monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", num_hidden_layers=1))
     names = ["self_attn.q_proj", "mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names[:1], target_parameters=names[1:]))
-    assert sorted(parallel.shape_from_model(adapted).targets) == sorted(f"model.layers.0.{name}" for name in names)
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, target_modules=names[:1], target_parameters=names[1:])
+    )
+    assert sorted(parallel.shape_from_model(adapted).targets) == sorted(
+        f"model.layers.0.{name}" for name in names
+    )
 
 
 def test_plans_count_a_reference_model(on_h200):
@@ -338,22 +427,32 @@ def test_plans_count_a_reference_model(on_h200):
     run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
     assert run().plan.fits
     assert_refused(
-        lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", fix="memory.offload=host"
+        lambda: run(reference=True),
+        "data.context=131072",
+        "parameters 44.87 GiB",
+        fix="memory.offload=host",
     )
 
 
 def test_a_context_beyond_the_positions_of_the_model_is_refused(tmp_path):
     """The code that the message suggests loads a model that is accepted."""
-    tiny_model(tiny_config("llama", max_position_embeddings=32), torch.float32).save_pretrained(tmp_path / "model")
+    tiny_model(tiny_config("llama", max_position_embeddings=32), torch.float32).save_pretrained(
+        tmp_path / "model"
+    )
     load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
     for refuse in (
         lambda: ithaka.parallelize(load(), context=100),
         lambda: trainer(tmp_path, {"context": 100}, model=load()),
     ):
-        message = assert_refused(refuse, "context=100", "max_position_embeddings=32", fix="from_pretrained")
+        message = assert_refused(
+            refuse, "context=100", "max_position_embeddings=32", fix="from_pretrained"
+        )
     suggested = re.search(r"from_pretrained\(\.\.\., (.*\})\)", message)[1]
     extended = eval(f"load({suggested})", {"load": load})
-    assert extended.config.max_position_embeddings == 128 and extended.config.rope_parameters["rope_type"] == "yarn"
+    assert (
+        extended.config.max_position_embeddings == 128
+        and extended.config.rope_parameters["rope_type"] == "yarn"
+    )
     ithaka.parallelize(extended, context=100)
 
 
@@ -364,7 +463,9 @@ def test_a_context_below_the_length_of_rows_is_refused(tmp_path):
         assert_refused(make, f"'context': {context!r}", "max_length=64", fix="max_length=16")
     assert trainer(tmp_path, {"context": 64}, arguments={"max_length": 64})
     make = partial(trainer, tmp_path, {"context": 16}, arguments={"max_completion_length": 64})
-    assert_refused(make, "'context': 16", "max_completion_length=64", fix="max_completion_length=16")
+    assert_refused(
+        make, "'context': 16", "max_completion_length=64", fix="max_completion_length=16"
+    )
 
 
 def test_torch_dtypes_are_accepted():
@@ -374,8 +475,8 @@ def test_torch_dtypes_are_accepted():
 
 
 def test_float16_is_refused(tmp_path):
-    """It is refused as the compute dtype, and for trained parameters, whose gradients would have it too. A frozen
-    float16 model can train adapters in bfloat16."""
+    """It is refused as the compute dtype, and for trained parameters, whose gradients would have it
+    too. A frozen float16 model can train adapters in bfloat16."""
     plain = tiny_model(tiny_config("llama"), torch.float32)
     half = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float16)
     refuses = partial(assert_refused, fix="use bfloat16 or float32")
@@ -383,11 +484,19 @@ def test_float16_is_refused(tmp_path):
     for call in (ithaka.parallelize, partial(ithaka.parallelize, context=64)):
         refuses(partial(call, plain, dtype="float16"), "dtype=float16", "underflows")
         refuses(partial(call, half), "the model's dtype=float16", "underflows")
-        refuses(partial(call, half, dtype="bfloat16"), "embed_tokens.weight.dtype=float16", "underflows")
+        refuses(
+            partial(call, half, dtype="bfloat16"), "embed_tokens.weight.dtype=float16", "underflows"
+        )
     refuses(lambda: build.parallelize_model(half), "the model's dtype=float16", "underflows")
     refuses(lambda: trainer(tmp_path, model=half), "the model's dtype=float16", "underflows")
-    refuses(lambda: trainer(tmp_path, arguments={"bf16": True}, model=half), "weight.dtype=float16", "underflows")
-    assert_refused(lambda: parse_config({"model": {"dtype": "float16"}}), "model.dtype=float16", fix="bfloat16")
+    refuses(
+        lambda: trainer(tmp_path, arguments={"bf16": True}, model=half),
+        "weight.dtype=float16",
+        "underflows",
+    )
+    assert_refused(
+        lambda: parse_config({"model": {"dtype": "float16"}}), "model.dtype=float16", fix="bfloat16"
+    )
     adapted = get_peft_model(half, LoraConfig(r=4, target_modules=["q_proj"]))
     assert ithaka.parallelize(adapted, dtype="bfloat16", context=64)
 
@@ -403,14 +512,24 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
         ({"layout": {}}, "layout={}", "dict", "ithaka.Layout("),
         ({"layout": {"cp": 2}, "context": 64}, "layout={'cp': 2}", "dict", "ithaka.Layout("),
         ({"mesh": "x"}, "mesh='x'", "str", "make_mesh(cp)"),
-        ({"mesh": make_mesh(1), "layout": Layout(replicas=7)}, "mesh.replicas=1", "layout.replicas=7", "one of them"),
+        (
+            {"mesh": make_mesh(1), "layout": Layout(replicas=7)},
+            "mesh.replicas=1",
+            "layout.replicas=7",
+            "one of them",
+        ),
         ({"layout": Layout(kernel="magic")}, "layout.kernel=magic", "use auto"),
         ({"store": "disk"}, "store='disk'", "str", "Store(device)"),
         ({"reference": plain, "context": 64}, "reference", "LlamaForCausalLM", "True to plan"),
         ({"reference": "yes", "context": 64}, "reference", "str", "True to plan"),
         ({"dtype": "fp8"}, "dtype=fp8", "bfloat16, float32 or float64"),
         ({"dtype": torch.int8}, "dtype=int8", "bfloat16, float32 or float64"),
-        ({"dtype": "bfloat16", "layout": Layout(dtype="float32")}, "dtype=bfloat16", "layout.dtype=float32", "one of"),
+        (
+            {"dtype": "bfloat16", "layout": Layout(dtype="float32")},
+            "dtype=bfloat16",
+            "layout.dtype=float32",
+            "one of",
+        ),
     ):
         assert_refused(partial(ithaka.parallelize, plain, **settings), *named, fix=fix)
     for settings in ({"tile_tokens": -1}, {"cp": 0}, {"ring": True}, {"heads_per_stage": 1.5}):
@@ -427,25 +546,48 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     assert_refused(partial(Layout, blocks=(4, 0)), "layout.blocks=0", fix="1 or more")
     assert_refused(partial(Layout, kept="host"), "layout.kept='host'", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, "cloud"), "input='cloud'", fix="device, host or disk")
-    assert_refused(partial(ActivationPolicy, attention="cloud"), "attention='cloud'", fix="device, host or disk")
+    assert_refused(
+        partial(ActivationPolicy, attention="cloud"),
+        "attention='cloud'",
+        fix="device, host or disk",
+    )
     assert_refused(partial(make_mesh, 3), "cp=3 does", "1 rank", fix="use 1,")
     assert_refused(partial(make_mesh, 1, "banana"), "device='banana'", fix="leave it out")
     assert_refused(partial(Layout, kept=5), "layout.kept=5", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, mlp="x"), "mlp='x'", fix="True or False")
     for name in ("projections", "mlp"):
         needs = f"{name}=True of an ActivationPolicy needs a kept attention output"
-        assert_refused(partial(ActivationPolicy, **{name: True}), needs, fix=f"attention='device', or {name}=False")
-    assert_refused(partial(ithaka.parallelize, tiny_model(tiny_config("llama", num_hidden_layers=0))),
-                   "num_hidden_layers=0", fix="at least 1")  # fmt: skip
+        assert_refused(
+            partial(ActivationPolicy, **{name: True}),
+            needs,
+            fix=f"attention='device', or {name}=False",
+        )
+    assert_refused(
+        partial(ithaka.parallelize, tiny_model(tiny_config("llama", num_hidden_layers=0))),
+        "num_hidden_layers=0",
+        fix="at least 1",
+    )
     quantized = tiny_model(tiny_config("llama"))
     up = quantized.model.layers[1].mlp.up_proj
     for dtype in (torch.int8, torch.float8_e4m3fn):
         up.weight = torch.nn.Parameter(up.weight.data.to(dtype), requires_grad=False)
-        assert_refused(partial(ithaka.parallelize, quantized), "1.mlp.up_proj.weight", str(dtype), fix="bfloat16")
-    assert_refused(partial(ithaka.parallelize, big_model()), "embed_tokens.weight", "meta", fix="from_pretrained")
+        assert_refused(
+            partial(ithaka.parallelize, quantized),
+            "1.mlp.up_proj.weight",
+            str(dtype),
+            fix="bfloat16",
+        )
+    assert_refused(
+        partial(ithaka.parallelize, big_model()),
+        "embed_tokens.weight",
+        "meta",
+        fix="from_pretrained",
+    )
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))
-        model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))
+        model = ithaka.parallelize(
+            model, context=context, dtype="float32", layout=Layout(tile_tokens=7)
+        )
         assert model.model.layers[0].forward.layout == Layout(
             tile_tokens=7, dtype="float32", kernel="cpu", compile=False
         )

@@ -1,5 +1,5 @@
-"""Models with the gated delta rule, Mamba2 or short convolutions: loss and every gradient equal those of each document
-alone in transformers."""
+"""Models with the gated delta rule, Mamba2 or short convolutions: loss and every gradient equal
+those of each document alone in transformers."""
 
 import copy
 from dataclasses import replace
@@ -18,9 +18,9 @@ from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.mixers.scan_call import SsdTap
 from ithaka.model.build import parallelize_model
 from ithaka.ops import scan
-from ithaka.ops.scan import Halos, LocalDocs
+from ithaka.ops.state_graph import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
-from ithaka.run.request import make_request
+from ithaka.run.check_request import make_request
 from ithaka.run.shapes import find_shape
 from ithaka.run.validate import check_settings
 from ithaka.weights.adapters import make_lora_config
@@ -55,8 +55,10 @@ def documents(*lengths: int):
 
 
 def padding(left: int, right: int):
-    ids, mask = random_ids(2, 13), torch.ones(2, 13, dtype=torch.long)
-    mask[0, :left], mask[1, 13 - right :] = 0, 0
+    ids = random_ids(2, 13)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, 13 - right :] = 0
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, left] = -100
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
@@ -73,8 +75,14 @@ CASES = {  # layout, inputs; each layer keeps the same, and each of four ranks h
     "shares below the convolution's reach": (Layout(4, kept=(PROJECTIONS,)), documents(3, 4, 1)),
     "a rank with padding only": (Layout(4, kept=(EVERYTHING,)), documents(5)),
     "padding before and after rows": (Layout(2, tile_tokens=5), padding(4, 6)),
-    "without overlap, everything recomputed": (Layout(2, tile_tokens=5, overlap=False), documents(9, 10)),
-    "documents shorter than the convolution on three ranks": (Layout(3, tile_tokens=5), documents(8, 2, 1, 7, 6)),
+    "without overlap, everything recomputed": (
+        Layout(2, tile_tokens=5, overlap=False),
+        documents(9, 10),
+    ),
+    "documents shorter than the convolution on three ranks": (
+        Layout(3, tile_tokens=5),
+        documents(8, 2, 1, 7, 6),
+    ),
     "one rank": (Layout(1, tile_tokens=5), documents(7, 1, 10)),
 }
 
@@ -107,23 +115,37 @@ QUICK = {  # the types whose layers differ the most
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name == "falcon_h1")) for name in QUICK]
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "falcon_h1")) for name in QUICK],
 )
 def test_mamba_and_short_convolutions_equal_each_document_alone(family):
     compare_case(tiny_decoder(family), QUICK[family])
 
 
 def test_fused_projections_and_experts():
-    assert_equal(compare(tiny_decoder("qwen3_next"), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
+    assert_equal(
+        compare(tiny_decoder("qwen3_next"), Layout(2, tile_tokens=5), **documents(7, 1, 10))
+    )
 
 
 ADAPTED = {
-    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"],
-    "falcon_h1": ["in_proj", "q_proj", "o_proj", "down_proj"],  # PEFT refuses out_proj, which mamba-ssm bypasses
+    "qwen3_5_text": [
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_a",
+        "in_proj_b",
+        "out_proj",
+        "q_proj",
+        "down_proj",
+    ],
+    # PEFT refuses out_proj, which mamba-ssm bypasses
+    "falcon_h1": ["in_proj", "q_proj", "o_proj", "down_proj"],
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
 def test_adapters_equal_peft(family):
     plain = add_lora(tiny_decoder(family), target_modules=ADAPTED[family])
     errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
@@ -133,15 +155,21 @@ def test_adapters_equal_peft(family):
 
 def test_all_linear_leaves_out_what_peft_refuses():
     adapter = AdapterConfig(targets="all-linear")
-    targets = make_lora_config(adapter, None, tiny_decoder("falcon_h1", torch.float32)).target_modules
+    targets = make_lora_config(
+        adapter, None, tiny_decoder("falcon_h1", torch.float32)
+    ).target_modules
     assert "in_proj" in targets and "out_proj" not in targets
-    with pytest.raises(ConfigError, match="adapter.targets=all-linear leaves out .*use names such as"):
+    with pytest.raises(
+        ConfigError, match="adapter.targets=all-linear leaves out .*use names such as"
+    ):
         make_lora_config(adapter, None, tiny_decoder("nemotron_h", torch.float32))
 
 
 def errors_over_gloo(family):
     plain = tiny_decoder(family, torch.float32)
-    model = parallelize_model(copy.deepcopy(plain), mesh=make_mesh(2), layout=Layout(2, tile_tokens=5))
+    model = parallelize_model(
+        copy.deepcopy(plain), mesh=make_mesh(2), layout=Layout(2, tile_tokens=5)
+    )
     ids = random_ids(1, 24)
     plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -156,12 +184,18 @@ def test_states_pass_between_processes(ranks):
 
 @pytest.mark.parametrize("family", ["phi3", "falcon_h1"], ids=["one mixer", "two mixers"])
 def test_overlap_keeps_the_graphs_of_capture_passes(family, monkeypatch):
-    """Backward makes each capture pass once; without overlap, twice: once more for its gradients."""
-    capture, calls = LayerPasses.capture, []
-    monkeypatch.setattr(LayerPasses, "capture", lambda self, *args: calls.append(args) or capture(self, *args))
+    """Backward makes each capture pass once; without overlap, twice: once more for its
+    gradients."""
+    capture = LayerPasses.capture
+    calls = []
+    monkeypatch.setattr(
+        LayerPasses, "capture", lambda self, *args: calls.append(args) or capture(self, *args)
+    )
 
     def count_passes_of_backward(overlap):
-        layout = Layout(tile_tokens=6, kept=(ActivationPolicy("device", "device"),), overlap=overlap)
+        layout = Layout(
+            tile_tokens=6, kept=(ActivationPolicy("device", "device"),), overlap=overlap
+        )
         plain = tiny_decoder(family, torch.float32, num_hidden_layers=1)
         model = parallelize_model(plain, mesh=make_mesh(1), layout=layout)
         loss = model(input_ids=random_ids(1, 12), labels=random_ids(1, 12)).loss
@@ -170,7 +204,9 @@ def test_overlap_keeps_the_graphs_of_capture_passes(family, monkeypatch):
         return len(calls)
 
     num_passes = 2 * (2 if family == "falcon_h1" else 1)  # tiles, mixers
-    (counts,) = run_on_threads(1, lambda: [count_passes_of_backward(overlap) for overlap in (True, False)])
+    (counts,) = run_on_threads(
+        1, lambda: [count_passes_of_backward(overlap) for overlap in (True, False)]
+    )
     assert counts == [num_passes, 2 * num_passes]
 
 
@@ -190,7 +226,10 @@ def _lose_halo_gradient(monkeypatch):
     "bug",
     [
         _leak_states,
-        *(pytest.param(bug, marks=pytest.mark.slow) for bug in (_convolve_across_documents, _lose_halo_gradient)),
+        *(
+            pytest.param(bug, marks=pytest.mark.slow)
+            for bug in (_convolve_across_documents, _lose_halo_gradient)
+        ),
     ],
 )
 def test_injected_bugs_are_detected(plain, bug, monkeypatch):
@@ -203,30 +242,43 @@ def test_injected_bugs_are_detected(plain, bug, monkeypatch):
 def test_capture_passes_count_nothing():
     """A compiler makes a graph for each value of a counter, so for each tile."""
     layer = tiny_decoder("bamba", torch.float32).model.layers[0]
-    tap, counters = SsdTap.find(layer), []
+    tap = SsdTap.find(layer)
+    counters = []
     passes = LayerPasses("layer 0", layer, LayerSpec(), taps=[tap])
     for _ in range(3):
         assert passes.find_call(torch.randn(5, 32), LayerInputs.pack((), {}, (), 5)) is not None
-        counters.append({name: value for name, value in vars(tap).items() if isinstance(value, int)})
+        counters.append(
+            {name: value for name, value in vars(tap).items() if isinstance(value, int)}
+        )
     assert counters[0] == counters[1] == counters[2]
 
 
 def test_rings_are_refused(plain):
-    with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*ring=1"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*ring=1"
+    ):
         compare(plain, Layout(2, ring=2))
-    with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*use 1"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*use 1"
+    ):
         make_request("qwen3.5-9b", parse_gpus("8xH200"), "64K", 1, ["parallel.ring=2"])
 
 
 def test_more_ranks_than_heads_are_not_told_to_use_a_ring():
     """In Python, by the planner and before a run starts, also if no ring is set."""
     model = tiny_decoder("lfm2", num_attention_heads=2)
-    with pytest.raises(ConfigError, match=r"cp=4 exceeds the model's 2 query heads; use parallel.cp=1 or 2$"):
+    with pytest.raises(
+        ConfigError, match=r"cp=4 exceeds the model's 2 query heads; use parallel.cp=1 or 2$"
+    ):
         compare(model, Layout(4))
-    with pytest.raises(ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"):
+    with pytest.raises(
+        ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"
+    ):
         make_request("qwen3.5-9b", parse_gpus("32xH200"), "64K", 1, ["parallel.cp=32"])
     shape = find_shape("qwen3.5-9b")
-    with pytest.raises(ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"):
+    with pytest.raises(
+        ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"
+    ):
         check_settings(parse_config({"parallel": {"cp": 32}}), 32, shape)
 
 
@@ -239,9 +291,13 @@ def test_shared_blocks_and_mamba_1_are_refused():
         "n_mamba_heads": 8,
         "num_mem_blocks": 1,
     }
-    with pytest.raises(ConfigError, match=r"model_type=zamba2 shares parameters between layers.*gated delta rule"):
+    with pytest.raises(
+        ConfigError, match=r"model_type=zamba2 shares parameters between layers.*gated delta rule"
+    ):
         parallelize_model(tiny_decoder("zamba2", **sizes))
-    with pytest.raises(ConfigError, match=r"model_type=jamba mixes tokens with the recurrence of Mamba 1"):
+    with pytest.raises(
+        ConfigError, match=r"model_type=jamba mixes tokens with the recurrence of Mamba 1"
+    ):
         parallelize_model(tiny_decoder("jamba", num_hidden_layers=2, mamba_d_state=4))
 
 

@@ -1,5 +1,5 @@
-"""Each row of CONTRIBUTING.md's file map imports only from itself and rows below it, without cycles; plan, layout and
-config import no torch."""
+"""Each row of CONTRIBUTING.md's file map imports only from itself and rows below it, without
+cycles; plan, layout and config import no torch."""
 
 import ast
 import re
@@ -13,7 +13,12 @@ SOURCES = ROOT / "src" / "ithaka"
 
 def rows() -> list[str]:
     """The packages and modules of the file map, from top to bottom."""
-    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Files")[2].partition("```\n")[2]
+    table = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text(encoding="utf-8")
+        .partition("## Files")[2]
+        .partition("```\n")[2]
+    )
     return re.findall(r"^([a-z_]+)(?:/|\.py) ", table.partition("```")[0], re.M)
 
 
@@ -30,14 +35,21 @@ def imported(path: Path) -> set[str]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and re.search(r"import_module$|__import__$", ast.unparse(node.func)):
+        elif isinstance(node, ast.Call) and re.search(
+            r"import_module$|__import__$", ast.unparse(node.func)
+        ):
             names |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     return names
 
 
 def files() -> dict[Path, str]:
-    own = (path for path in SOURCES.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-    return {path: package(".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))) for path in own}
+    own = (
+        path for path in SOURCES.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
+    )
+    return {
+        path: package(".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts)))
+        for path in own
+    }
 
 
 def test_every_file_is_in_the_map():
@@ -50,16 +62,23 @@ def test_imports_point_down():
         f"{path.relative_to(SOURCES)} imports {module}"
         for path, own in files().items()
         for module in sorted(imported(path))
-        if module.startswith("ithaka.") and package(module) in order and order.index(package(module)) < order.index(own)
+        if module.startswith("ithaka.")
+        and package(module) in order
+        and order.index(package(module)) < order.index(own)
     ]
     assert not upward, "\n".join(upward)
 
 
 def test_no_call_runs_code_from_a_models_files():
-    """transformers imports Python files next to a config.json if it is allowed to, or asks on a terminal."""
-    no_code = ("PeftConfig", "getattr(diffusers, ", "combined")  # classes that read files and nothing else
+    """transformers imports Python files next to a config.json if it is allowed to, or asks on a
+    terminal."""
+    # classes that read files and nothing else
+    no_code = ("PeftConfig", "getattr(diffusers, ", "combined")
     calls = [
-        (f"{path.relative_to(SOURCES)}: {ast.unparse(node)}", [ast.unparse(keyword) for keyword in node.keywords])
+        (
+            f"{path.relative_to(SOURCES)}: {ast.unparse(node)}",
+            [ast.unparse(keyword) for keyword in node.keywords],
+        )
         for path in files()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
@@ -72,11 +91,18 @@ def test_no_call_runs_code_from_a_models_files():
 
 
 def test_there_is_no_import_cycle():
-    names = {path: ".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts)) for path in files()}
+    names = {
+        path: ".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))
+        for path in files()
+    }
     graph = {name: imported(path) & set(names.values()) for path, name in names.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_planning_needs_no_torch():
     without = {path: own for path, own in files().items() if own in ("plan", "layout", "config")}
-    assert not [path for path in without if any(re.match(r"torch|transformers", name) for name in imported(path))]
+    assert not [
+        path
+        for path in without
+        if any(re.match(r"torch|transformers", name) for name in imported(path))
+    ]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from ithaka.checkpoint.files import lock_run_dir
+from ithaka.checkpoint.checkpoints import lock_run_dir
 from ithaka.comm.mesh import _warn_about_shared_store
 from ithaka.exits import ExitCode, TransientError
 from ithaka.log.console import status
@@ -51,7 +51,8 @@ def launch_two_under_nohup(function: Callable[[Path], None], folder: Path) -> in
 def start_two(
     function: Callable[[Path], None], folder: Path, start: Callable[..., int] = launch_two
 ) -> tuple[Program, list[int]]:
-    """Start a parent in its own process group, as a shell does; return it and the pids of its two ranks."""
+    """Start a parent in its own process group, as a shell does; return it and the pids of its two
+    ranks."""
     parent = Program(folder, start, function, folder)
     ready = [folder / "ready0", folder / "ready1"]
     deadline = time.monotonic() + 300
@@ -91,8 +92,10 @@ def test_escape_codes_are_removed_in_a_terminal(tmp_path):
 
 def launch_forks(folder: Path) -> int:
     """Launch ranks that succeed, under a spinner, then ranks of which one fails."""
-    multiprocessing.current_process()._config["daemon"] = False  # otherwise it may not start processes
-    launch.inherited, launch.FAILURE_GRACE_S = "yes", 0.2
+    # otherwise it may not start processes
+    multiprocessing.current_process()._config["daemon"] = False
+    launch.inherited = "yes"
+    launch.FAILURE_GRACE_S = 0.2
     with status("comparing"):
         assert launch.run_ranks(write_inherited, (folder,), 2, fork=True) == 0
     return launch.run_ranks(fail, ("1", "config"), 2, fork=True)
@@ -121,12 +124,16 @@ def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
     "kind, code, words",
     [
         ("config", ExitCode.WRONG_INPUT, "parallel.cp=6"),
-        pytest.param("memory", ExitCode.OUT_OF_MEMORY, "MemoryError: no room", marks=pytest.mark.slow),
+        pytest.param(
+            "memory", ExitCode.OUT_OF_MEMORY, "MemoryError: no room", marks=pytest.mark.slow
+        ),
         ("other", ExitCode.FAILED, "RuntimeError: boom"),
     ],
 )
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, words, rank, capsys, monkeypatch):
+def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(
+    kind, code, words, rank, capsys, monkeypatch
+):
     monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
     before = children()
     start = time.monotonic()
@@ -139,7 +146,8 @@ def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, word
 
 
 def children() -> set[int]:
-    """Return the pids of child processes, except the resource tracker that multiprocessing keeps."""
+    """Return the pids of child processes, except the resource tracker that multiprocessing
+    keeps."""
     processes = psutil.Process().children(recursive=True)
     return {p.pid for p in processes if "resource_tracker" not in " ".join(p.cmdline())}
 
@@ -151,10 +159,13 @@ def test_a_killed_rank_is_named(capsys, monkeypatch):
 
 
 def test_the_launchers_own_kill_of_a_frozen_rank_is_not_the_cause(capsys, monkeypatch, tmp_path):
-    """PyTorch's launcher sends SIGTERM, which a frozen rank ignores, and SIGKILL 30 s later (here: 1 s)."""
+    """PyTorch's launcher sends SIGTERM, which a frozen rank ignores, and SIGKILL 30 s later
+    (here: 1 s)."""
     monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
     close = SubprocessContext._close
-    monkeypatch.setattr(SubprocessContext, "_close", lambda self, death_sig, timeout: close(self, death_sig, 1))
+    monkeypatch.setattr(
+        SubprocessContext, "_close", lambda self, death_sig, timeout: close(self, death_sig, 1)
+    )
     assert launch.run_ranks(freeze, (tmp_path,), 2) == ExitCode.HANG
     assert capsys.readouterr().err == "rank 1 has sent no heartbeat\n"
     assert gone([int((tmp_path / "pid").read_text())])
@@ -162,9 +173,10 @@ def test_the_launchers_own_kill_of_a_frozen_rank_is_not_the_cause(capsys, monkey
 
 @pytest.mark.parametrize("asked_to_stop", [False, True])
 def test_the_launchers_own_sigterm_is_not_the_cause(asked_to_stop):
-    """After a failure, the launcher sends the other ranks SIGTERM, which they report. A user's SIGTERM may break
-    connections, which ranks report too."""
-    failed, stopped = launch.Outcome(ExitCode.FAILED, "boom"), launch.Outcome(143, "SIGTERM: ...", shared=True)
+    """After a failure, the launcher sends the other ranks SIGTERM, which they report. A user's
+    SIGTERM may break connections, which ranks report too."""
+    failed = launch.Outcome(ExitCode.FAILED, "boom")
+    stopped = launch.Outcome(143, "SIGTERM: ...", shared=True)
     outcomes = [stopped, failed] if asked_to_stop else [failed, stopped]
     order = partial(launch._cause_order, asked_to_stop=asked_to_stop)
     assert sorted(reversed(outcomes), key=order) == outcomes
@@ -236,13 +248,17 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
         monkeypatch.setattr(launch, "num_cores", lambda cores=cores: cores)
         assert launch.decide_ranks(most, gpus=0) == most
         more = partial(launch.decide_ranks, most + 1, gpus=0)
-        assert_refused(more, f"parallel.ranks={most + 1}", f"{cores} core", fix=f"at most {most}, or")
+        assert_refused(
+            more, f"parallel.ranks={most + 1}", f"{cores} core", fix=f"at most {most}, or"
+        )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "999")
     assert launch.decide_ranks(999, gpus=0) == 999
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGHUP]
+)
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     parent, pids = start_two(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:
@@ -263,7 +279,9 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
     assert parent.poll() is None and not (tmp_path / "saved0").exists()
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.wait() == 0, parent.stderr
-    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGTERM))] * 2
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [
+        str(int(signal.SIGTERM))
+    ] * 2
     assert gone(pids)
 
 
@@ -335,7 +353,9 @@ def test_a_command_ends_with_torchruns_agent_but_not_with_a_shell(launcher):
         rank = int(parent.stdout.readline())
         parent.kill()
     try:
-        assert gone([rank], within_s=30.0 if launcher == "torchrun" else 0.6) == (launcher == "torchrun")
+        assert gone([rank], within_s=30.0 if launcher == "torchrun" else 0.6) == (
+            launcher == "torchrun"
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
@@ -362,7 +382,12 @@ def test_a_new_checkpoint_refills_the_restarts(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(launch.time, "sleep", waits.append)
     restarts = launch.Restarts(2)
-    ends = [(ExitCode.FAILED, False), (ExitCode.TRANSIENT, False), (ExitCode.HANG, True), (ExitCode.FAILED, False)]
+    ends = [
+        (ExitCode.FAILED, False),
+        (ExitCode.TRANSIENT, False),
+        (ExitCode.HANG, True),
+        (ExitCode.FAILED, False),
+    ]
     assert [restarts.allow(*end) for end in ends] == [True] * 4 and waits == [launch.RETRY_S]
     assert not restarts.allow(ExitCode.FAILED), "two without a checkpoint"
     for code in (ExitCode.OUT_OF_MEMORY, ExitCode.SIGNALED + signal.SIGHUP):
@@ -371,10 +396,18 @@ def test_a_new_checkpoint_refills_the_restarts(monkeypatch, capsys):
 
 
 def test_a_store_shared_across_torchrun_restarts_gives_a_warning():
-    environment = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {
+        "RANK": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     with pytest.warns(UserWarning, match="max-restarts=3 .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         _warn_about_shared_store(environment)
-    for name, value in (("RANK", "1"), ("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
+    for name, value in (
+        ("RANK", "1"),
+        ("TORCHELASTIC_MAX_RESTARTS", "0"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _warn_about_shared_store(environment | {name: value})

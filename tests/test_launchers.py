@@ -1,4 +1,5 @@
-"""The commands of docs/running-for-weeks.md under torchrun and Slurm, with ranks and agents killed."""
+"""The commands of docs/running-for-weeks.md under torchrun and Slurm, with ranks and agents
+killed."""
 
 import os
 import re
@@ -28,8 +29,11 @@ def block(name: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with long.yaml and stand-ins for a cluster's commands. A step takes a tenth of a second."""
-    config = tiny_run(tmp_path, parallel={"cp": 1}, train={"steps": 60, "save_every": 5, "validate_every": 0})
+    """A folder with long.yaml and stand-ins for a cluster's commands. A step takes a tenth of a
+    second."""
+    config = tiny_run(
+        tmp_path, parallel={"cp": 1}, train={"steps": 60, "save_every": 5, "validate_every": 0}
+    )
     (tmp_path / "long.yaml").write_text(to_yaml(config))
     (tmp_path / "bin").mkdir()
     slow = "import time; from ithaka.train import trainer; step = trainer.train_step\n"
@@ -38,10 +42,16 @@ def folder(tmp_path, monkeypatch):
     commands = {
         "ithaka": f'exec {shlex.join([sys.executable, str(tmp_path / "slow.py")])} "$@"',
         "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
-        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {shlex.quote(str(tmp_path / "requeued"))}',
-        # Two nodes of one task, on one machine. Signals go to the tasks, and the highest code is returned, as by Slurm.
-        "srun": '[ "$1 $2" = "--kill-on-bad-exit=0 --wait=120" ] || exit 9; shift 2; for i in 0 1; do SLURM_PROCID=$i '
-        'SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 "$@" & pids="$pids $!"; done; code=0; '
+        "scontrol": (
+            '[ "$1" = show ] && echo localhost || echo "$@" >> '
+            f"{shlex.quote(str(tmp_path / 'requeued'))}"
+        ),
+        # Two nodes of one task, on one machine. Signals go to the tasks, and the highest code is
+        # returned, as by Slurm.
+        "srun": '[ "$1 $2" = "--kill-on-bad-exit=0 --wait=120" ] || exit 9; shift 2; for i in 0 '
+        "1; do SLURM_PROCID=$i "
+        'SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 "$@" & pids="$pids $!"; done; '
+        "code=0; "
         "for p in $pids; do wait $p || { c=$?; [ $c -gt $code ] && code=$c; }; done; exit $code",
         "sleep": "",
     }
@@ -65,8 +75,13 @@ def num_done(folder) -> int:
 
 
 def ranks_of(processes) -> list[psutil.Process]:
-    """Return the processes that run ithaka, without torchrun agents, whose command lines name it too."""
-    below = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
+    """Return the processes that run ithaka, without torchrun agents, whose command lines name it
+    too."""
+    below = [
+        child
+        for process in processes
+        for child in psutil.Process(process.pid).children(recursive=True)
+    ]
     return [
         child
         for child in below
@@ -76,12 +91,16 @@ def ranks_of(processes) -> list[psutil.Process]:
 
 def start(command: str, folder: Path, name: str) -> subprocess.Popen:
     output = (folder / name).open("a")
-    return subprocess.Popen(["bash", "-c", command], stdout=output, stderr=output, start_new_session=True)
+    return subprocess.Popen(
+        ["bash", "-c", command], stdout=output, stderr=output, start_new_session=True
+    )
 
 
 def undisturbed(ranks, folder) -> list[float]:
     config = tiny_run(
-        folder / "undisturbed", parallel={"cp": 1}, train={"steps": 60, "save_every": 0, "validate_every": 0}
+        folder / "undisturbed",
+        parallel={"cp": 1},
+        train={"steps": 60, "save_every": 0, "validate_every": 0},
     )
     ranks.run(2, run, config)
     return [record["loss"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")]
@@ -98,8 +117,8 @@ def kill_rank_at(folder, agents, step: int) -> None:
 
 
 def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
-    """The same command starts three times. Each time a rank is killed; twice the agents are killed too, and their ranks
-    exit."""
+    """The same command starts three times. Each time a rank is killed; twice the agents are killed
+    too, and their ranks exit."""
     line = block("torchrun").strip().replace("--nproc-per-node 8", "--nproc-per-node 1")
     line = line.replace("-m ithaka", str(folder / "slow.py"))
     for attempt, step in enumerate((8, 22, 36)):
@@ -112,12 +131,18 @@ def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
             for agent in agents:
                 agent.kill()
             assert len(psutil.wait_procs(orphans, timeout=60)[0]) == 2
-    assert [agent.wait(600) for agent in agents] == [0, 0], (folder / "agent-0.txt").read_text()[-3000:]
+    assert [agent.wait(600) for agent in agents] == [0, 0], (folder / "agent-0.txt").read_text()[
+        -3000:
+    ]
     assert losses(folder) == undisturbed(ranks, folder)
 
 
 def test_the_slurm_script_restarts_requeues_and_finishes(ranks, folder):
-    script = block("slurm").replace("MASTER_PORT=29500", f"MASTER_PORT={port()}").replace("runs/long/", "run/")
+    script = (
+        block("slurm")
+        .replace("MASTER_PORT=29500", f"MASTER_PORT={port()}")
+        .replace("runs/long/", "run/")
+    )
     environment = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node"
     (folder / "job.sh").write_text(script)
     job = start(f"{environment} bash job.sh", folder, "job.txt")

@@ -36,7 +36,8 @@ def test_fake_tensors_have_no_bytes():
 
 
 def test_older_storages_count_only_when_tagged():
-    older, tagged = floats(8), floats(2)
+    older = floats(8)
+    tagged = floats(2)
     with LiveBytes() as live:
         live.set_category(tagged, "parameters")
         made = older.view(2, -1)[0] + tagged.sum()
@@ -117,8 +118,8 @@ def test_mark_backward_opens_phases_in_autograd():
 
 
 def attend() -> None:
-    """Run attention with autograd and with views that outlive their base, but no fused kernel, whose temporary buffers
-    would be invisible."""
+    """Run attention with autograd and with views that outlive their base, but no fused kernel,
+    whose temporary buffers would be invisible."""
     q, k, v = (torch.randn(2, 4, 512, 64, requires_grad=True) for _ in range(3))
     out = (q @ k.mT).softmax(-1) @ v
     (torch.cat([out[:, :2], out[:, 2:].sin()], dim=1) ** 2).sum().backward()

@@ -1,4 +1,5 @@
-"""Without labels every rank gets differentiable logits of the full batch, equal to Hugging Face's."""
+"""Without labels every rank gets differentiable logits of the full batch, equal to Hugging
+Face's."""
 
 import pytest
 import torch
@@ -24,13 +25,19 @@ def own_loss(logits):
 
 
 def compare(family, cp, tokens):
-    config, ids = tiny_config(family), random_ids(2, tokens)
-    plain, (model, _) = tiny_model(config), parallel(cp, config)
-    expected, out = plain(input_ids=ids).logits, model(input_ids=ids)
+    config = tiny_config(family)
+    ids = random_ids(2, tokens)
+    plain = tiny_model(config)
+    (model, _) = parallel(cp, config)
+    expected = plain(input_ids=ids).logits
+    out = model(input_ids=ids)
     assert out.loss is None and out.logits.shape == (2, tokens, 61)
     own_loss(expected).backward()
     own_loss(out.logits).backward()
-    return {"logits": relative(out.logits.detach(), expected.detach()), **gradient_errors(model, plain)}
+    return {
+        "logits": relative(out.logits.detach(), expected.detach()),
+        **gradient_errors(model, plain),
+    }
 
 
 @pytest.mark.parametrize("family, sizes", diagonal(FAMILIES, [(1, 9), (2, 9), (4, 11)]), ids=str)
@@ -41,8 +48,10 @@ def test_logits_and_their_gradients_match(ranks, family, sizes):
 
 def scale_in_place(tokens):
     """Scale the logits in place. FSDP2's hooks must not be on a view, which this would replace."""
-    config, ids = tiny_config("llama"), random_ids(1, tokens)
-    plain, (model, _) = tiny_model(config), parallel(2, config)
+    config = tiny_config("llama")
+    ids = random_ids(1, tokens)
+    plain = tiny_model(config)
+    (model, _) = parallel(2, config)
     for each in (plain, model):
         logits = each(input_ids=ids).logits
         assert not logits._is_view() or each is plain
@@ -57,14 +66,23 @@ def test_logits_may_be_changed_in_place(ranks, tokens):
 
 def errors_of_own_rows():
     """Compare the logits and generated tokens of this data-parallel rank's own rows."""
-    config, ids = tiny_config("llama"), random_ids(2, 7)
+    config = tiny_config("llama")
+    ids = random_ids(2, 7)
     model, mesh = parallel(2, config)
     mine = ids[mesh.dp_rank][None]
     plain = tiny_model(config)
     errors = {"logits": relative(model(input_ids=mine).logits, plain(input_ids=mine).logits)}
-    stop = int(plain.eval().generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -1])  # ends the first row early
-    options = {"inputs": mine, "max_new_tokens": 5, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
-    for fits in (True, False):  # parameters stay gathered, or each forward gathers them on all ranks
+    # ends the first row early
+    stop = int(plain.eval().generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -1])
+    options = {
+        "inputs": mine,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": stop,
+        "pad_token_id": 0,
+    }
+    # parameters stay gathered, or each forward gathers them on all ranks
+    for fits in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ithaka.model.generate._fits_gathered", lambda model, fits=fits: fits)
             equal = torch.equal(model.generate(**options), plain.generate(**options))
@@ -77,7 +95,8 @@ def test_each_data_parallel_rank_gets_the_logits_of_its_own_rows(ranks):
 
 
 def sample_tokens():
-    """Return what this rank samples, from a random state of its own, and the number that it draws next."""
+    """Return what this rank samples, from a random state of its own, and the number that it draws
+    next."""
     model, mesh = parallel(2)
     torch.manual_seed(7 + mesh.rank)
     return model.generate(inputs=random_ids(2, 7), max_new_tokens=5, do_sample=True), torch.rand(())
@@ -87,7 +106,8 @@ def sample_tokens():
 def test_the_ranks_of_a_group_sample_the_tokens_of_one_process(ranks):
     plain = tiny_model(tiny_config("llama")).eval()
     torch.manual_seed(7)
-    tokens, number = plain.generate(inputs=random_ids(2, 7), max_new_tokens=5, do_sample=True), torch.rand(())
+    tokens = plain.generate(inputs=random_ids(2, 7), max_new_tokens=5, do_sample=True)
+    number = torch.rand(())
     for sampled, drawn in ranks.run(2, sample_tokens):
         assert torch.equal(sampled, tokens) and drawn == number
 
@@ -100,8 +120,10 @@ def test_the_ranks_of_a_group_sample_the_tokens_of_one_process(ranks):
     ],
 )
 def test_other_decoders_generate_the_tokens_of_transformers(family, quiet_transformers):
-    """Prompts exceed the windows. Experts, sinks, latent attention and recurrent states have caches of their own."""
-    changes = {} if family in WINDOWED else {"sliding_window": None}  # otherwise transformers caches only a window
+    """Prompts exceed the windows. Experts, sinks, latent attention and recurrent states have caches
+    of their own."""
+    # otherwise transformers caches only a window
+    changes = {} if family in WINDOWED else {"sliding_window": None}
     plain, model = (tiny_decoder(family, torch.bfloat16, **changes) for _ in range(2))
     parallelize_model(model, mesh=make_mesh(1))
     options = {"inputs": random_ids(2, 7), "max_new_tokens": 5, "do_sample": False}
@@ -111,11 +133,13 @@ def test_other_decoders_generate_the_tokens_of_transformers(family, quiet_transf
 def test_adapters_on_experts_generate_the_tokens_of_peft():
     options = {"input_ids": random_ids(2, 7), "max_new_tokens": 5, "do_sample": False}
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    config, models = LoraConfig(r=2, init_lora_weights=False, **targets), []
+    config = LoraConfig(r=2, init_lora_weights=False, **targets)
+    models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(get_peft_model(tiny_model(tiny_config("qwen3_moe")), config))
-    plain, model = models[0].eval(), parallelize_model(models[1], mesh=make_mesh(1))
+    plain = models[0].eval()
+    model = parallelize_model(models[1], mesh=make_mesh(1))
     assert torch.equal(model.generate(**options), plain.generate(**options))
     with model.disable_adapter(), plain.disable_adapter():
         assert torch.equal(model.generate(**options), plain.generate(**options))
@@ -131,7 +155,12 @@ def test_adapters_on_experts_generate_the_tokens_of_peft():
 def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward(family, settings):
     """Dropout, which the preceding training step uses, is off."""
     adapter = AdapterConfig(rank=2, base="nf4", **settings)
-    model = build_model(tiny_config(family, heads=8).to_dict(), make_mesh(1), Layout(dtype="float32"), adapter=adapter)
+    model = build_model(
+        tiny_config(family, heads=8).to_dict(),
+        make_mesh(1),
+        Layout(dtype="float32"),
+        adapter=adapter,
+    )
     for name, param in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(param.data.to_local())

@@ -1,4 +1,5 @@
-"""The loss is the mean over the valid labels of the global batch, however ranks and micro-steps divide it."""
+"""The loss is the mean over the valid labels of the global batch, however ranks and micro-steps
+divide it."""
 
 import pytest
 import torch
@@ -6,11 +7,21 @@ from peft import LoraConfig, get_peft_model
 
 from ithaka import Layout, parallelize, token_logprobs
 from models import tiny_config, tiny_model
-from parity import check, compare_with, for_each_case, gradient_errors, parallel, plain_sum, random_ids, relative
+from parity import (
+    check,
+    compare_with,
+    for_each_case,
+    gradient_errors,
+    parallel,
+    plain_sum,
+    random_ids,
+    relative,
+)
 
 
 def uneven_labels(rows: int, tokens: int):
-    """Return ids and labels whose rows have different numbers of valid labels; the last row has none."""
+    """Return ids and labels whose rows have different numbers of valid labels; the last row has
+    none."""
     ids = random_ids(rows, tokens)
     labels = ids.clone()
     for row in range(rows):
@@ -21,11 +32,18 @@ def uneven_labels(rows: int, tokens: int):
 def uneven_rows(cp):
     ids, labels = uneven_labels(4, 13)
     count = (labels[:, 1:] != -100).sum()
-    return compare_with(lambda plain: plain_sum(plain, ids, labels) / count, cp, input_ids=ids, labels=labels)
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, labels) / count, cp, input_ids=ids, labels=labels
+    )
 
 
 @pytest.mark.parametrize(
-    "cp,dp", [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1), (1, 4)))]
+    "cp,dp",
+    [
+        (1, 1),
+        (2, 2),
+        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1), (1, 4))),
+    ],
 )
 def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
     """With dp = 4 the last rank has no valid label."""
@@ -33,10 +51,12 @@ def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
 
 
 def in_micro_batches(cp):
-    """Compare rows 0..3 in one batch with rows 0, 1..2 and 3 in three micro-steps, which accumulate in .grad."""
+    """Compare rows 0..3 in one batch with rows 0, 1..2 and 3 in three micro-steps, which accumulate
+    in .grad."""
     ids, labels = uneven_labels(4, 13)
     count = int((labels[:, 1:] != -100).sum())
-    plain, (model, mesh) = tiny_model(tiny_config("llama")), parallel(cp)
+    plain = tiny_model(tiny_config("llama"))
+    (model, mesh) = parallel(cp)
     expected = plain_sum(plain, ids, labels) / count
     expected.backward()
     loss = torch.zeros((), dtype=torch.float64)
@@ -52,7 +72,8 @@ def in_micro_batches(cp):
 
 
 @pytest.mark.parametrize(
-    "cp,dp", [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1)))]
+    "cp,dp",
+    [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1)))],
 )
 def test_micro_batches_equal_one_big_batch(ranks, cp, dp):
     check(ranks.run(cp * dp, in_micro_batches, cp))
@@ -75,34 +96,42 @@ def test_num_items_in_batch_may_be_a_tensor(ranks):
 
 
 def without_labels(cp, lora, offload):
-    """Return whether each parameter moved in three AdamW steps: with labels, without, and with labels again."""
+    """Return whether each parameter moved in three AdamW steps: with labels, without, and with
+    labels again."""
     model = tiny_model(tiny_config("llama"))
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     model = parallelize(model, layout=Layout(cp=cp, offload_optimizer=offload))
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer, ids = torch.optim.AdamW(params, lr=0.1), random_ids(2, 9)
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    ids = random_ids(2, 9)
     none = torch.full_like(ids, -100)
     none[:, 0] = 5  # no token predicts it
 
     def gradients(*micro_steps):
         for labels in micro_steps:
             model(input_ids=ids, labels=labels).loss.backward()
-        return [param.grad if param.grad is None else param.grad.full_tensor().clone() for param in params]
+        return [
+            param.grad if param.grad is None else param.grad.full_tensor().clone()
+            for param in params
+        ]
 
     def moved():
         """Update, and return which parameters moved."""
         before = [param.full_tensor().detach().clone() for param in params]
         optimizer.step()
         optimizer.zero_grad()
-        return [not torch.equal(old, new.full_tensor()) for old, new in zip(before, params, strict=True)]
+        return [
+            not torch.equal(old, new.full_tensor()) for old, new in zip(before, params, strict=True)
+        ]
 
     gradients(ids)
     first = moved()
     assert gradients(none, none) == [None] * len(params)
     tokens = token_logprobs(model, ids, none)
     (tokens.logprobs.sum() + tokens.entropies.sum()).backward()
-    without, out = moved(), model(input_ids=ids, labels=none)
+    without = moved()
+    out = model(input_ids=ids, labels=none)
     assert (float(out.loss.detach()), out.num_tokens) == (0.0, 0) and not tokens.logprobs.any()
     expected = gradients(ids)
     for labels in ([none, ids], [ids, none]):
@@ -113,7 +142,11 @@ def without_labels(cp, lora, offload):
 
 @pytest.mark.parametrize(
     "num_ranks,cp,lora,offload",
-    [(1, 1, False, False), (2, 2, True, False), pytest.param(2, 1, False, True, marks=pytest.mark.slow)],
+    [
+        (1, 1, False, False),
+        (2, 2, True, False),
+        pytest.param(2, 1, False, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_without_labels_changes_nothing(ranks, num_ranks, cp, lora, offload):
     """With zero gradients, AdamW's moments and weight decay would still move the weights."""
@@ -122,11 +155,14 @@ def test_a_step_without_labels_changes_nothing(ranks, num_ranks, cp, lora, offlo
 
 
 def label_of_a_shard_start(at):
-    """Only the label at `at` is valid. The token before it, perhaps on another rank, predicts it."""
+    """Only the label at `at` is valid. The token before it, perhaps on another rank, predicts
+    it."""
     ids = random_ids(1, 8)
     labels = torch.full_like(ids, -100)
     labels[0, at] = ids[0, at]
-    return compare_with(lambda plain: plain_sum(plain, ids, labels), 4, input_ids=ids, labels=labels)
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, labels), 4, input_ids=ids, labels=labels
+    )
 
 
 def test_labels_are_shifted_before_they_are_sharded(ranks):

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from rich.console import Console as RichConsole
 
-from ithaka.checkpoint.files import latest_name
+from ithaka.checkpoint.checkpoints import latest_name
 from ithaka.cli import runs as cli
 from ithaka.exits import ExitCode
 from ithaka.log import console as console_module
@@ -25,11 +25,14 @@ from test_train_loop_console import record
 
 @contextlib.contextmanager
 def streams_on_pipes():
-    """Put this process's stdout and stderr on pipes. Yields the reading ends, which the test may lose."""
+    """Put this process's stdout and stderr on pipes. Yields the reading ends, which the test may
+    lose."""
     pipes = [os.pipe() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         for name, (_, writer) in zip(("stdout", "stderr"), pipes, strict=True):
-            stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(writer, "w")), line_buffering=name == "stderr")
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(io.FileIO(writer, "w")), line_buffering=name == "stderr"
+            )
             patch.setattr(sys, f"__{name}__", stream)
             patch.setattr(sys, name, stream)
         readers = [reader for reader, _ in pipes]
@@ -75,9 +78,15 @@ def test_a_captured_stream_is_left_alone(capsys):
     assert sys.stdout is before
 
 
-@pytest.mark.parametrize("number, name, is_lost", [
-    (errno.EPIPE, "log", True), (errno.EIO, os.devnull, True), (errno.EIO, "log", False), (errno.ENOSPC, "log", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number, name, is_lost",
+    [
+        (errno.EPIPE, "log", True),
+        (errno.EIO, os.devnull, True),
+        (errno.EIO, "log", False),
+        (errno.ENOSPC, "log", False),
+    ],
+)
 def test_other_errors_are_not_taken_for_the_loss_of_a_reader(tmp_path, number, name, is_lost):
     """A closed terminal, here another character device, returns EIO, and so does a broken disk."""
     with (tmp_path / name).open("w") as file:
@@ -90,7 +99,9 @@ def fail(number, data):
 
 def test_steps_are_recorded_after_the_reader_of_the_log_is_gone(tmp_path, monkeypatch):
     """On a terminal, rich also writes in a thread of its own."""
-    monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, force_terminal=True, width=100))
+    monkeypatch.setattr(
+        console_module, "RichConsole", partial(RichConsole, force_terminal=True, width=100)
+    )
     with streams_on_pipes() as readers:
         survive_lost_readers()
         console = Console(tmp_path, num_steps=3)
@@ -129,7 +140,7 @@ def test_the_launcher_survives_the_reader_of_its_log(monkeypatch):
         print("downloading a model", flush=True)
         raise ZeroDivisionError("checked")
 
-    monkeypatch.setattr(cli, "check_settings", check)
+    monkeypatch.setattr(cli, "check_settings_early", check)
     with streams_on_pipes() as readers, pytest.raises(ZeroDivisionError, match="checked"):
         pipes += readers
         cli.start_run(None, None, None, None)

@@ -1,4 +1,5 @@
-"""The memory map of a profiled step adds up to the allocator's peak and names the code that allocated it."""
+"""The memory map of a profiled step adds up to the allocator's peak and names the code that
+allocated it."""
 
 import json
 import time
@@ -13,10 +14,15 @@ from allocations import traced_peak
 from ithaka.layer.schedule import LayerSchedule
 from ithaka.phases import MemoryCategory
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.step import KINDS, StepProfile
+from ithaka.profile.profiled_step import KINDS, StepProfile
 from runs import run, tiny_run
 
-MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+}
 MEMORY = {
     "everything kept": {"checkpoint": "none"},
     "recomputed": {"checkpoint": "full", "tile_tokens": 128},
@@ -26,7 +32,11 @@ MEMORY = {
 
 
 def profiled(
-    folder: Path, memory: dict[str, Any], context: int = 512, adapter: dict[str, Any] | None = None, **model: Any
+    folder: Path,
+    memory: dict[str, Any],
+    context: int = 512,
+    adapter: dict[str, Any] | None = None,
+    **model: Any,
 ) -> dict[str, Any]:
     config = tiny_run(
         folder,
@@ -67,7 +77,8 @@ def profiles(tmp_path_factory):
 )
 def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     folder, data = profiles(name)
-    memory, peak = data["memory"], data["memory"]["peak"]
+    memory = data["memory"]
+    peak = data["memory"]["peak"]
     total = max(map(sum, zip(*memory["holders"].values(), strict=True)))
     assert total == peak["num_bytes"] == sum(peak["holders"].values())
     before = sum(memory["holders"][name][0] for name in ("parameters", "optimizer"))
@@ -87,8 +98,11 @@ def test_the_map_adds_up_to_the_measured_peak(profiles, name):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
-    """The peak is in the embedding's backward; with tied weights, two gradients and their sum are live, each V x D."""
-    data = profiled(tmp_path, MEMORY["recomputed"], context=32, vocab_size=40000, tie_word_embeddings=tied)
+    """The peak is in the embedding's backward; with tied weights, two gradients and their sum are
+    live, each V x D."""
+    data = profiled(
+        tmp_path, MEMORY["recomputed"], context=32, vocab_size=40000, tie_word_embeddings=tied
+    )
     peak = data["memory"]["peak"]
     assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.01)
     assert peak["planned"]["gradients"] == pytest.approx(peak["holders"]["gradients"], rel=0.01)
@@ -108,11 +122,16 @@ def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter, tied",
-    [({"rank": 4}, False), ({"targets": ["1.self_attn.q_proj"]}, True), ({"modules_to_save": ["embed_tokens"]}, True)],
+    [
+        ({"rank": 4}, False),
+        ({"targets": ["1.self_attn.q_proj"]}, True),
+        ({"modules_to_save": ["embed_tokens"]}, True),
+    ],
     ids=["all-linear", "upper layer only", "with the embedding"],
 )
 def test_frozen_weights_are_planned(tmp_path, adapter, tied):
-    """Frozen embeddings have no gradients and no optimizer state; layers before the first adapter keep nothing."""
+    """Frozen embeddings have no gradients and no optimizer state; layers before the first adapter
+    keep nothing."""
     sizes = {"context": 32, "vocab_size": 40000, "tie_word_embeddings": tied}
     peak = profiled(tmp_path, MEMORY["recomputed"], adapter=adapter, **sizes)["memory"]["peak"]
     # On a CPU a loss tile needs 66 KB in addition to its logits: 0.26% of this model.
@@ -127,20 +146,24 @@ def test_times_add_up_to_the_step(profiles):
     times = data["times"]
     totals = {kind: sum(row[kind] for row in times["phases"]) for kind in KINDS}
     assert sum(totals.values()) == pytest.approx(times["wall_s"])
-    attention = next(r for r in times["phases"] if r["path"] == ["layer 1", "backward", "attention"])
+    attention = next(
+        r for r in times["phases"] if r["path"] == ["layer 1", "backward", "attention"]
+    )
     assert attention["compute"] > 0
     assert totals["copies"] > 0, "offloaded inputs are copied out and back"
 
 
 def test_an_unexpected_allocation_is_listed_first(tmp_path, monkeypatch):
-    plain, hogs = LayerSchedule._mlp_backward, []
+    plain = LayerSchedule._finish_backward
+    hogs = []
 
     def with_hog(self, saved, attended, dy_sD, grads):
         hogs.append(torch.zeros(len(dy_sD), 4096))
-        plain(self, saved, attended, dy_sD, grads)
+        douts = plain(self, saved, attended, dy_sD, grads)
         hogs.pop()
+        return douts
 
-    monkeypatch.setattr(LayerSchedule, "_mlp_backward", with_hog)
+    monkeypatch.setattr(LayerSchedule, "_finish_backward", with_hog)
     peak = profiled(tmp_path, MEMORY["recomputed"])["memory"]["peak"]
     first = peak["largest"][0]
     assert first["num_bytes"] == 512 * 4096 * 4
@@ -153,8 +176,11 @@ def test_an_unexpected_allocation_is_listed_first(tmp_path, monkeypatch):
 
 def test_the_step_does_not_include_exiting_the_recorders(monkeypatch):
     """On a GPU, reading the allocator's history after the step takes seconds."""
-    leave, left_ns = LiveBytes.__exit__, []
-    monkeypatch.setattr(LiveBytes, "__exit__", lambda *args: left_ns.append(time.time_ns()) or leave(*args))
+    leave = LiveBytes.__exit__
+    left_ns = []
+    monkeypatch.setattr(
+        LiveBytes, "__exit__", lambda *args: left_ns.append(time.time_ns()) or leave(*args)
+    )
     model = torch.nn.Linear(2, 2)
     profile = StepProfile(model, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
     with profile:

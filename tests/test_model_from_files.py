@@ -1,4 +1,5 @@
-"""build_model loads weights from Hugging Face directories or draws them from a seed, and refuses damaged files."""
+"""build_model loads weights from Hugging Face directories or draws them from a seed, and refuses
+damaged files."""
 
 import json
 import math
@@ -64,7 +65,9 @@ def resized_weights(source):
     return full_weights(source, vocab_size=70), full_weights(source, vocab_size=61)
 
 
-@pytest.mark.parametrize("num_ranks,tied", [(1, True), (2, False), pytest.param(4, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks,tied", [(1, True), (2, False), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_new_tokens_get_the_mean_of_the_others(ranks, tmp_path, num_ranks, tied):
     """On 4 ranks, the last holds 16 of 70 rows: some stored, some new."""
     saved = save(tmp_path, tie_word_embeddings=tied)
@@ -87,11 +90,16 @@ def test_bfloat16_files_become_float32_masters(ranks, tmp_path):
 
 def loss_of(source, cp):
     ids = torch.arange(18).view(2, 9) * 7 % 61
-    return float(build_model(source, make_mesh(cp), replace(FP64, cp=cp))(input_ids=ids, labels=ids).loss.detach())
+    return float(
+        build_model(source, make_mesh(cp), replace(FP64, cp=cp))(
+            input_ids=ids, labels=ids
+        ).loss.detach()
+    )
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3")) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3")) for name in FAMILIES],
 )
 def test_a_loaded_model_matches_hugging_face(ranks, tmp_path, family):
     """Runs in fp64, but Hugging Face's norms round to fp32."""
@@ -185,7 +193,10 @@ def test_a_wrong_shape_is_named(ranks, tmp_path):
 
 def test_an_extra_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
-    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
+    change_tensors(
+        tmp_path,
+        lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
+    )
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, "model.layers.2.mlp.up_proj.weight", fix="fix config.json")
 
@@ -201,7 +212,9 @@ def test_a_truncated_file_is_named(ranks, tmp_path, num_bytes):
 
 def test_a_git_lfs_pointer_is_named(ranks, tmp_path):
     save(tmp_path)
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\nsize 9\n"
+    )
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, "model.path", "a Git LFS pointer", fix="git lfs pull")
 
@@ -225,7 +238,9 @@ def test_an_index_that_names_a_tensor_missing_from_its_file_is_refused(ranks, tm
 def test_other_safetensors_files_are_ignored(ranks, tmp_path):
     """Mistral's directories also have the weights under Mistral's own names."""
     saved = save(tmp_path)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors"
+    )
     (loaded,) = ranks.run(1, full_weights, tmp_path)
     assert_same(loaded, saved)
 
@@ -241,7 +256,8 @@ def test_quantized_weights_are_refused(ranks, tmp_path):
 
 def test_commands_name_the_tensor_with_a_nan(tmp_path):
     """`train` and `sample` search for it only after a loss or logit that is not finite."""
-    folder, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
+    folder = tmp_path / "model"
+    name = "model.layers.1.mlp.up_proj.weight"
     weights = save(folder, vocab_size=264, max_position_embeddings=64, tie_word_embeddings=False)
     ByteTokenizer().hf.save_pretrained(folder)
     weights[name][3, 5] = math.nan
@@ -252,7 +268,9 @@ def test_commands_name_the_tensor_with_a_nan(tmp_path):
         ["sample", "--prompt", "a", "--tokens", "9"],
         ["sample", "--prompt", "a", "--tokens", "9", "--temperature", "0"],
     ):
-        assert_command_refused([*command, str(folder)], f"MODEL={problem}", fix="copy the files again")
+        assert_command_refused(
+            [*command, str(folder)], f"MODEL={problem}", fix="copy the files again"
+        )
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
     config = replace(config, model=replace(config.model, path=folder))
     with pytest.raises(ConfigError, match=re.escape(f"model.path={problem}; copy")):

@@ -1,4 +1,5 @@
-"""Models are found by common spellings; a wrong name gets a suggestion, with or without a network."""
+"""Models are found by common spellings; a wrong name gets a suggestion, with or without a
+network."""
 
 import contextlib
 import io
@@ -20,7 +21,9 @@ from refusals import assert_refused
 
 SPELLINGS = {
     "llama3-8b": "llama3-8B llama_3_8b Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama3.1-8b": "Llama-3.1-8B meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct LLAMA3.1_8B",
+    "llama3.1-8b": (
+        "Llama-3.1-8B meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct LLAMA3.1_8B"
+    ),
     "llama3.2-1b": "meta-llama/Llama-3.2-1B llama-3.2-1b",
     "mistral-7b": "Mistral-7B Mistral-7B-v0.3 mistralai/Mistral-7B-Instruct-v0.3",
     "qwen2.5-7b": "Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct qwen2.5_7b",
@@ -30,23 +33,36 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("name, spelling", [(name, s) for name, text in SPELLINGS.items() for s in text.split()])
+@pytest.mark.parametrize(
+    "name, spelling", [(name, s) for name, text in SPELLINGS.items() for s in text.split()]
+)
 def test_spellings_of_a_built_in_model_are_accepted(name, spelling):
     assert built_in(spelling) == name and find_config(spelling) == MODELS[name]
 
 
-@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "someone/Llama-3.1-8B", "Qwen2.5-Coder-7B", "qwen2-57b"])
+@pytest.mark.parametrize(
+    "name", ["mistralai/Mistral-7B-v0.1", "someone/Llama-3.1-8B", "Qwen2.5-Coder-7B", "qwen2-57b"]
+)
 def test_similar_names_are_not_built_in_models(name):
     assert built_in(name) is None
 
 
 # Parameters of the checkpoints, each tensor counted once.
 PARAMETERS = {
-    "llama3.1-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_248_023_552, "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-7b": 7_615_616_512, "qwen2.5-32b": 32_763_876_352, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
-    "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384,
-}  # fmt: skip
+    "llama3.1-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -54,21 +70,30 @@ def test_built_in_shapes_have_the_checkpoints_number_of_parameters(name):
     assert find_shape(name).num_parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name, suggestion", [
-    ("llama3-9b", "did you mean llama3-8b?"), ("qwen25-7b", "did you mean qwen2.5-7b?"),
-    ("gemma-3-27", "did you mean gemma-3-27b?"), ("glm-4.5", "did you mean glm-4.5-air?"),
-    ("gpt-oss-20", "did you mean gpt-oss-20b?"),
-    ("gpt9", "a name such as llama3.1-8b"), ("Qwen3.5-27B", "a name such as qwen3.5-9b"),
-    ("qwen3-vl-32b", "a name such as qwen3-vl-8b"), ("codellama-34b", "a name such as llama3.1-8b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, suggestion",
+    [
+        ("llama3-9b", "did you mean llama3-8b?"),
+        ("qwen25-7b", "did you mean qwen2.5-7b?"),
+        ("gemma-3-27", "did you mean gemma-3-27b?"),
+        ("glm-4.5", "did you mean glm-4.5-air?"),
+        ("gpt-oss-20", "did you mean gpt-oss-20b?"),
+        ("gpt9", "a name such as llama3.1-8b"),
+        ("Qwen3.5-27B", "a name such as qwen3.5-9b"),
+        ("qwen3-vl-32b", "a name such as qwen3-vl-8b"),
+        ("codellama-34b", "a name such as llama3.1-8b"),
+    ],
+)
 def test_an_unknown_name_gets_a_suggestion(name, suggestion):
-    """A model of the same family and size is suggested; otherwise what MODEL may be, and the nearest size of the
-    family."""
+    """A model of the same family and size is suggested; otherwise what MODEL may be, and the
+    nearest size of the family."""
     message = assert_refused(lambda: find_config(name), f"model={name}", fix=suggestion)
     assert ("config.json" in message and "hub id" in message) == ("such as" in suggestion)
 
 
-@pytest.mark.parametrize("name", ["./nope", "../nope", "owner/na--me", "owner./name", "-owner/name", "owner/na..me"])
+@pytest.mark.parametrize(
+    "name", ["./nope", "../nope", "owner/na--me", "owner./name", "-owner/name", "owner/na..me"]
+)
 def test_an_invalid_hub_id_is_not_looked_up(name):
     with pytest.raises(ConfigError, match=f"model={name} .*config.json"):
         find_config(name)
@@ -78,7 +103,9 @@ def fake_hub(monkeypatch, answer):
     """Replace the hub by one that returns, or raises, `answer`."""
 
     def open(opener, request, timeout):
-        assert timeout <= 10 and request.full_url.endswith("/someone/their-model/resolve/main/config.json")
+        assert timeout <= 10 and request.full_url.endswith(
+            "/someone/their-model/resolve/main/config.json"
+        )
         if isinstance(answer, Exception):
             raise answer
         return io.BytesIO(json.dumps(answer).encode())
@@ -91,7 +118,10 @@ def fake_hub(monkeypatch, answer):
 def test_a_hub_id_is_fetched_from_the_hub(monkeypatch):
     fake_hub(monkeypatch, MODELS["qwen3-4b"])
     assert find_shape("someone/their-model") == find_shape("qwen3-4b")
-    assert hub_id("someone/their-model") == "someone/their-model" and hub_id("Qwen3-4B") == "Qwen/Qwen3-4B"
+    assert (
+        hub_id("someone/their-model") == "someone/their-model"
+        and hub_id("Qwen3-4B") == "Qwen/Qwen3-4B"
+    )
 
 
 def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(monkeypatch, tmp_path):
@@ -103,16 +133,21 @@ def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(monkeypatch,
         assert find_config(model) == {"limits": [0.0, math.inf], "low": -math.inf} | others
 
 
-@pytest.mark.parametrize("error, fragments", [
-    (URLError("no route"), ["no route", "llama3.1-8b"]),
-    (HTTPError("", 404, "", None, None), ["not on the hub", "llama3.1-8b"]),
-    (HTTPError("", 401, "", None, None), ["401", "hf auth login"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, fragments",
+    [
+        (URLError("no route"), ["no route", "llama3.1-8b"]),
+        (HTTPError("", 404, "", None, None), ["not on the hub", "llama3.1-8b"]),
+        (HTTPError("", 401, "", None, None), ["401", "hf auth login"]),
+    ],
+)
 def test_a_failed_fetch_names_the_model_the_reason_and_a_fix(monkeypatch, error, fragments):
     fake_hub(monkeypatch, error)
     with pytest.raises(ConfigError) as refused:
         find_config("someone/their-model")
-    assert all(fragment in str(refused.value) for fragment in ["model=someone/their-model", *fragments])
+    assert all(
+        fragment in str(refused.value) for fragment in ["model=someone/their-model", *fragments]
+    )
 
 
 def test_a_file_that_is_not_json_gets_no_download_command(monkeypatch, tmp_path):
@@ -123,17 +158,23 @@ def test_a_file_that_is_not_json_gets_no_download_command(monkeypatch, tmp_path)
         read_shape(Path("models/q4.gguf"))
 
 
-@pytest.mark.parametrize(("path", "hub"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("models/Qwen3-4B", "ORG/Qwen3-4B")])
-def test_a_missing_directory_that_looks_like_a_hub_id_gets_a_download_command(path, hub, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "hub"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("models/Qwen3-4B", "ORG/Qwen3-4B")]
+)
+def test_a_missing_directory_that_looks_like_a_hub_id_gets_a_download_command(
+    path, hub, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"model.path={path}.*`hf download {hub} --local-dir {path}`"):
+    with pytest.raises(
+        ConfigError, match=f"model.path={path}.*`hf download {hub} --local-dir {path}`"
+    ):
         read_shape(Path(path))
 
 
 @contextlib.contextmanager
 def server(answer):
-    """Serve on loopback; `answer` maps a path to (status, Location, body). Yields the address and the requests
-    received, as (path, token)."""
+    """Serve on loopback; `answer` maps a path to (status, Location, body). Yields the address and
+    the requests received, as (path, token)."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -160,12 +201,16 @@ def test_the_token_stays_with_the_hub(monkeypatch):
     """Redirects on the hub keep the token; redirects to another host drop it."""
     body = json.dumps(MODELS["qwen3-4b"]).encode()
     with server(lambda path: (200, "", body)) as (elsewhere, other_requests):
-        moves = {"/someone/their-model/resolve/main/config.json": "/new", "/new": f"{elsewhere}/file"}
+        moves = {
+            "/someone/their-model/resolve/main/config.json": "/new",
+            "/new": f"{elsewhere}/file",
+        }
         with server(lambda path: (307, moves[path], b"")) as (hub, hub_requests):
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
             monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
             monkeypatch.setattr(
-                "huggingface_hub.hf_hub_url", lambda id, name, revision: f"{hub}/{id}/resolve/main/{name}"
+                "huggingface_hub.hf_hub_url",
+                lambda id, name, revision: f"{hub}/{id}/resolve/main/{name}",
             )
             monkeypatch.setenv("HF_TOKEN", "hf_secret")
             assert find_config("someone/their-model") == MODELS["qwen3-4b"]
@@ -176,11 +221,15 @@ def test_the_token_stays_with_the_hub(monkeypatch):
 def test_a_cached_model_needs_no_network(monkeypatch, tmp_path):
     fake_hub(monkeypatch, URLError("no route"))
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-4b"]))
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json")
+    )
     assert find_config("someone/their-model") == MODELS["qwen3-4b"] == find_config(str(tmp_path))
 
 
 def test_built_in_names_need_neither_torch_nor_huggingface_hub():
-    check = "import sys; from ithaka.run.shapes import find_shape; find_shape('Llama-3.1-8B')\n" \
-        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"  # fmt: skip
+    check = (
+        "import sys; from ithaka.run.shapes import find_shape; find_shape('Llama-3.1-8B')\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -39,7 +39,9 @@ def test_at_least_84_types_are_exact_and_none_is_wrong():
     assert families <= set(errors)
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen2", "diffllama"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen2", "diffllama"]
+)
 def test_types_are_still_classified_as_listed(model_type):
     finding = examine(model_type)
     attention, experts, _ = listed().get(model_type, ("", "", ""))
@@ -59,13 +61,18 @@ def listed_failures() -> dict[str, str]:
 def test_at_most_one_exact_type_does_not_go_through_files():
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert listed_failures().keys() <= {"jetmoe"}
-    assert f"{len(listed())} are exact, {len(listed()) - len(listed_failures())} of them also from files" in page
+    assert (
+        f"{len(listed())} are exact, {len(listed()) - len(listed_failures())} of them also "
+        "from files"
+    ) in page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", listed())
 def test_types_go_through_files_as_listed(model_type):
-    assert why_not_from_files(small_variants(model_type)[0]) == listed_failures().get(model_type, "")
+    assert why_not_from_files(small_variants(model_type)[0]) == listed_failures().get(
+        model_type, ""
+    )
 
 
 def test_the_readme_has_the_same_count():

@@ -6,7 +6,8 @@ from mutations import MUTATIONS, ROOT, plant
 
 
 def test_every_error_can_be_planted():
-    """Each error's text occurs exactly once in its file, and the test file that should catch it exists."""
+    """Each error's text occurs exactly once in its file, and the test file that should catch it
+    exists."""
     names = [mutation.name for mutation in MUTATIONS]
     assert len(set(names)) == len(names)
     for mutation in MUTATIONS:

@@ -37,7 +37,9 @@ def without_grad(tier):
     return float(out.loss), float(model(input_ids=ids, labels=ids).loss.detach()), kept
 
 
-@pytest.mark.parametrize("tier", ["host", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("device", "disk"))])
+@pytest.mark.parametrize(
+    "tier", ["host", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("device", "disk"))]
+)
 def test_without_grad_nothing_is_kept_and_the_loss_is_the_same(ranks, tier):
     for loss, with_graph, kept in ranks.run(2, without_grad, tier):
         assert loss == with_graph
@@ -46,7 +48,9 @@ def test_without_grad_nothing_is_kept_and_the_loss_is_the_same(ranks, tier):
 
 def drop_graphs(tier):
     model, _ = parallel(2, layout=offloaded(tier))
-    ids, store, used = random_ids(1, 9), None, []
+    ids = random_ids(1, 9)
+    store = None
+    used = []
     for _ in range(3):
         loss = model(input_ids=ids, labels=ids).loss
         del loss
@@ -56,7 +60,8 @@ def drop_graphs(tier):
         store.threads = ThreadPoolExecutor(2)
         deadline = time.monotonic() + 60
         while store.pool.busy_bytes and time.monotonic() < deadline:
-            time.sleep(0.01)  # gloo's thread releases the summed loss, and its graph, a moment after the sum
+            # gloo's thread releases the summed loss, and its graph, a moment after the sum
+            time.sleep(0.01)
         used.append((store.pool.used_bytes, store.disk.used_bytes))
         assert not store.pool.busy_bytes, "a slab is still owned"
     model(input_ids=ids, labels=ids).loss.backward()
@@ -72,8 +77,11 @@ def test_a_dropped_graph_leaks_nothing(ranks, tier):
 
 
 def two_forwards(cp, layout):
-    config, first, second = tiny_config("qwen2"), random_ids(1, 11), random_ids(2, 6).flip(1)
-    plain, (model, _) = tiny_model(config), parallel(cp, config, layout)
+    config = tiny_config("qwen2")
+    first = random_ids(1, 11)
+    second = random_ids(2, 6).flip(1)
+    plain = tiny_model(config)
+    (model, _) = parallel(cp, config, layout)
     expected = plain_sum(plain, first, first) / 10 + 3 * plain_sum(plain, second, second) / 10
     expected.backward()
     losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]

@@ -15,7 +15,8 @@ class CountPasses(TorchDispatchMode):
     """Counts copies and casts of tensors of `sizes`."""
 
     def __init__(self, sizes):
-        self.sizes, self.num_passes = sizes, 0
+        self.sizes = sizes
+        self.num_passes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
@@ -33,11 +34,17 @@ def train_once():
     ids = random_ids(1, 24)
     with CountPasses(sizes) as passes:
         loss = model(input_ids=ids).logits.float().logsumexp(-1).sum()
-    gathered, passes.num_passes = passes.num_passes, 0
+    gathered = passes.num_passes
+    passes.num_passes = 0
     passes.sizes = {sum(param.numel() for param in model.model.layers[0].parameters())}
     with passes:
         loss.backward()
-    return gathered, passes.num_passes, len(weights), [param.grad.full_tensor() for param in model.parameters()]
+    return (
+        gathered,
+        passes.num_passes,
+        len(weights),
+        [param.grad.full_tensor() for param in model.parameters()],
+    )
 
 
 def test_weights_and_gradients_are_cast_in_one_pass(monkeypatch):

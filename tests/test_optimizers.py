@@ -1,4 +1,5 @@
-"""optim.name: adamw8bit follows AdamW, has the planned bytes and resumes; muon orthogonalizes full matrices."""
+"""optim.name: adamw8bit follows AdamW, has the planned bytes and resumes; muon orthogonalizes full
+matrices."""
 
 import copy
 import dataclasses
@@ -23,7 +24,7 @@ from ithaka.plan.shape import StepShape
 from ithaka.run import validate as checks
 from ithaka.run.resolve import model_shape
 from ithaka.run.shapes import find_shape
-from ithaka.train.trainer import prepare
+from ithaka.train.prepare import prepare
 from refusals import assert_refused
 from runs import bitwise_metrics, copy_run_at_step, run, tiny_run, validate
 
@@ -37,7 +38,10 @@ def optimizer_run(folder, name, **sections):
 def state_bytes(optimizer) -> int:
     """Return the bytes of this rank's moments, without torchao's tables of 256 values."""
     moments = [
-        value.to_local() for state in optimizer.state.values() for name, value in state.items() if name != "step"
+        value.to_local()
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
     ]
     parts = [(m.codes, m.scale) if hasattr(m, "codes") else (m,) for m in moments]
     return sum(part.nbytes for each in parts for part in each)
@@ -58,9 +62,12 @@ def test_a_run_resumes_bitwise_also_on_other_ranks_and_has_the_planned_bytes(ran
     assert bitwise_metrics(again.train.run_dir) == bitwise_metrics(config.train.run_dir)
     alone = moved(config, copy_run_at_step(config.train.run_dir, tmp_path / "alone", 2))
     ranks.run(1, run, alone, alone.train.run_dir)
-    losses, losses_alone = losses_of(config), losses_of(alone)
+    losses = losses_of(config)
+    losses_alone = losses_of(alone)
     assert losses_alone == pytest.approx(losses, rel=1e-4)
-    plain = optimizer_run(tmp_path / "plain", "adamw", train={"steps": 3, "save_every": 0, "validate_every": 0})
+    plain = optimizer_run(
+        tmp_path / "plain", "adamw", train={"steps": 3, "save_every": 0, "validate_every": 0}
+    )
     run(plain)
     adamw_losses = losses_of(plain)
     assert losses != adamw_losses and losses[0] == pytest.approx(adamw_losses[0], rel=1e-5)
@@ -79,7 +86,9 @@ def test_unsupported_combinations_are_refused(tmp_path, monkeypatch):
     for name in ("adamw8bit", "muon"):
         config = optimizer_run(tmp_path, name, memory={"offload_optimizer": True})
         refused = lambda: validate(config)  # noqa: B023, E731
-        assert_refused(refused, "memory.offload_optimizer=true", f"optim.name={name}", fix="optim.name=adamw")
+        assert_refused(
+            refused, "memory.offload_optimizer=true", f"optim.name={name}", fix="optim.name=adamw"
+        )
     monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "torchao" else True)
     refused = lambda: validate(optimizer_run(tmp_path, "adamw8bit"))  # noqa: E731
     assert_refused(refused, "optim.name=adamw8bit", fix="pip install -e '.[adamw8bit]'")
@@ -129,7 +138,8 @@ def sharded_steps():
 
 
 def test_muon_on_shards_equals_muon_on_full_matrices(ranks):
-    """Compares in fp64. PyTorch orthogonalizes in bfloat16, where sums in another order differ by percents."""
+    """Compares in fp64. PyTorch orthogonalizes in bfloat16, where sums in another order differ by
+    percents."""
     for errors in ranks.run(2, wide_sharded_steps):
         assert max(errors) < 1e-10
 
@@ -138,7 +148,9 @@ def wide_sharded_steps():
     """Muon casts with `bfloat16()` in torch 2.13, with `to(dtype=...)` in 2.15."""
 
     def keep_or_cast(self, *args, **options):
-        return self.clone() if options.get("dtype") == torch.bfloat16 else cast(self, *args, **options)
+        return (
+            self.clone() if options.get("dtype") == torch.bfloat16 else cast(self, *args, **options)
+        )
 
     cast = torch.Tensor.to
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +160,9 @@ def wide_sharded_steps():
 
 
 def test_plans_count_the_state_and_never_offload_it():
-    shape, hardware, layout = find_shape("llama3-8b"), parse_gpus("8xH100"), make_layout(32, cp=8)
+    shape = find_shape("llama3-8b")
+    hardware = parse_gpus("8xH100")
+    layout = make_layout(32, cp=8)
     matrices = 32 * shape.measured.parameters
     expected = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
     expected["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
@@ -159,6 +173,8 @@ def test_plans_count_the_state_and_never_offload_it():
         saved = saved_bytes(planned, layout, hardware)
         assert saved == pytest.approx(4 * shape.num_parameters + num_bytes, rel=1e-4)
     config = load_config(None, ["optim.name=muon", "data.context=1M"])
-    space = make_search_space(config, (), dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB"))
+    space = make_search_space(
+        config, (), dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB")
+    )
     plan = space.choose(StepShape(1 << 20))
     assert not plan.layout.offload_optimizer and not plan.fits

@@ -1,4 +1,5 @@
-"""Loss and every parameter's gradient equal plain Hugging Face's, on 1, 2 and 4 ranks, for every family."""
+"""Loss and every parameter's gradient equal plain Hugging Face's, on 1, 2 and 4 ranks, for every
+family."""
 
 import functools
 import json
@@ -33,7 +34,8 @@ def batch(config, rows: int, tokens: int):
 
 @functools.lru_cache(maxsize=8)
 def plain_results(family, heads, kv_heads, rows, tokens, ignore_first, changes):
-    """Return plain Hugging Face's loss and gradients, which every layout shares; `changes` is JSON."""
+    """Return plain Hugging Face's loss and gradients, which every layout shares; `changes` is
+    JSON."""
     config = tiny_config(family, heads, kv_heads, **json.loads(changes))
     ids, labels = batch(config, rows, tokens)
     labels[:, :ignore_first] = -100
@@ -43,13 +45,18 @@ def plain_results(family, heads, kv_heads, rows, tokens, ignore_first, changes):
     return loss.detach(), {name: param.grad for name, param in plain.named_parameters()}
 
 
-def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_first=0, changes=None):
-    """Run one rank; each data-parallel rank takes its own rows. Returns the worst relative errors."""
+def compare(
+    family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_first=0, changes=None
+):
+    """Run one rank; each data-parallel rank takes its own rows. Returns the worst relative
+    errors."""
     config = tiny_config(family, heads, kv_heads, **(changes or {}))
     ids, labels = batch(config, rows * dp, tokens)
     labels[:, :ignore_first] = -100
     as_json = json.dumps(changes or {})
-    expected_loss, expected_grads = plain_results(family, heads, kv_heads, rows * dp, tokens, ignore_first, as_json)
+    expected_loss, expected_grads = plain_results(
+        family, heads, kv_heads, rows * dp, tokens, ignore_first, as_json
+    )
 
     mesh = make_mesh(cp)
     model = parallelize_model(tiny_model(config), mesh=mesh, layout=layout)
@@ -58,7 +65,10 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
     out.loss.backward()
 
     assert out.num_tokens == int((labels[:, 1:] != -100).sum())
-    return {"loss": relative(out.loss.detach(), expected_loss), **shard_errors(model, expected_grads)}
+    return {
+        "loss": relative(out.loss.detach(), expected_loss),
+        **shard_errors(model, expected_grads),
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,8 +77,16 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
         *((family, 2, 2) for family in FAMILIES if family != "qwen2"),
         ("llama", 1, 1),
         ("mistral", 4, 1),
-        *(pytest.param(family, 1, 1, marks=pytest.mark.slow) for family in FAMILIES if family != "llama"),
-        *(pytest.param(family, 4, 1, marks=pytest.mark.slow) for family in FAMILIES if family != "mistral"),
+        *(
+            pytest.param(family, 1, 1, marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family != "llama"
+        ),
+        *(
+            pytest.param(family, 4, 1, marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family != "mistral"
+        ),
         *(pytest.param("qwen2", 2, dp, marks=pytest.mark.slow) for dp in (1, 2)),
         pytest.param("qwen3", 1, 2, marks=pytest.mark.slow),
     ],
@@ -82,7 +100,10 @@ def test_every_family_matches_hugging_face(ranks, family, cp, dp):
     [
         *((4, *heads) for heads in ((8, 4), (9, 3))),
         (2, 8, 4),
-        *(pytest.param(4, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (8, 2), (8, 1), (5, 5), (7, 1))),
+        *(
+            pytest.param(4, *heads, marks=pytest.mark.slow)
+            for heads in ((8, 8), (8, 2), (8, 1), (5, 5), (7, 1))
+        ),
         *(
             pytest.param(2, *heads, marks=pytest.mark.slow)
             for heads in ((8, 8), (8, 2), (8, 1), (9, 3), (5, 5), (7, 1))
@@ -98,15 +119,28 @@ def test_a_shard_may_have_no_valid_labels(ranks):
 
 
 def every_pair():
-    """Yield each row of STAGED with every tier. Overlap and tiles alternate, so that each occurs with every row and
-    tier."""
+    """Yield each row of STAGED with every tier. Overlap and tiles alternate, so that each occurs
+    with every row and tier."""
     for i, row in enumerate(STAGED):
         for j, tiers in enumerate(TIERS):
             yield *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
 
 
-# Indices into STAGED and TIERS of the default cases: every row and every tier with each overlap and each tile size.
-BY_DEFAULT = [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 0), (4, 3)]
+# Indices into STAGED and TIERS of the default cases: every row and every tier with each overlap and
+# each tile size.
+BY_DEFAULT = [
+    (0, 1),
+    (0, 2),
+    (1, 0),
+    (1, 1),
+    (1, 2),
+    (2, 3),
+    (2, 4),
+    (3, 3),
+    (3, 4),
+    (4, 0),
+    (4, 3),
+]
 
 
 def is_slow(case) -> bool:
@@ -118,9 +152,24 @@ def is_slow(case) -> bool:
     [pytest.param(*case, marks=pytest.mark.slow if is_slow(case) else ()) for case in every_pair()],
 )
 def test_stages_tiles_and_kept_attention_are_exact(
-    ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
+    ranks,
+    family,
+    heads,
+    kv_heads,
+    cp,
+    heads_per_stage,
+    overlap,
+    tile_tokens,
+    keep_input,
+    keep_attention,
 ):
-    layout = Layout(cp, heads_per_stage, tile_tokens, (ActivationPolicy(keep_input, keep_attention),) * 2, overlap)
+    layout = Layout(
+        cp,
+        heads_per_stage,
+        tile_tokens,
+        (ActivationPolicy(keep_input, keep_attention),) * 2,
+        overlap,
+    )
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -132,16 +181,30 @@ def test_default_cases_cover_every_pair():
             assert len({case[7:] for case in chosen}) == len(TIERS)
             assert len({case[:5] for case in chosen}) == len(STAGED)
     chosen = [case for case in cases if not is_slow(case)]
-    rows, overlaps, tiles, tiers = (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 9))
-    for a, b in ((rows, overlaps), (rows, tiles), (tiers, overlaps), (tiers, tiles), (overlaps, tiles)):
-        pairs = [{(case[a], case[b]) for case in each if case[:5] != STAGED[-1]} for each in (cases, chosen)]
+    rows = slice(0, 5)
+    overlaps = slice(5, 6)
+    tiles = slice(6, 7)
+    tiers = slice(7, 9)
+    for a, b in (
+        (rows, overlaps),
+        (rows, tiles),
+        (tiers, overlaps),
+        (tiers, tiles),
+        (overlaps, tiles),
+    ):
+        pairs = [
+            {(case[a], case[b]) for case in each if case[:5] != STAGED[-1]}
+            for each in (cases, chosen)
+        ]
         assert pairs[0] == pairs[1]
 
 
 @st.composite
 def layouts(draw) -> tuple:
-    """Draw (family, heads, kv heads, cp, rows, tokens, layout), with layers that keep different activations."""
-    kv_heads, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    """Draw (family, heads, kv heads, cp, rows, tokens, layout), with layers that keep different
+    activations."""
+    kv_heads = draw(st.integers(1, 4))
+    group_size = draw(st.integers(1, 4))
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
     per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
@@ -150,10 +213,17 @@ def layouts(draw) -> tuple:
         ActivationPolicy("host", "device", projections=True),
         ActivationPolicy("device", "host", True, mlp=True),
     ]
-    kept = tuple(draw(st.sampled_from([*(ActivationPolicy(*tiers) for tiers in TIERS), *more])) for _ in range(2))
+    kept = tuple(
+        draw(st.sampled_from([*(ActivationPolicy(*tiers) for tiers in TIERS), *more]))
+        for _ in range(2)
+    )
     tile_tokens = draw(st.none() | st.integers(1, 12))
-    layout = Layout(cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans()))
-    family, rows, tokens = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3)), draw(st.integers(3, 24))
+    layout = Layout(
+        cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans())
+    )
+    family = draw(st.sampled_from(FAMILIES))
+    rows = draw(st.integers(1, 3))
+    tokens = draw(st.integers(3, 24))
     return family, heads, kv_heads, cp, rows, tokens, layout
 
 
@@ -170,10 +240,22 @@ def test_any_layout_is_exact(ranks, num_layouts):
 
 @pytest.mark.parametrize(
     "family,heads,kv_heads,cp,heads_per_stage",
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[:2] not in (("llama", 4), ("qwen3", 8)))) for case in STAGED],
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.slow] * (case[:2] not in (("llama", 4), ("qwen3", 8)))
+        )
+        for case in STAGED
+    ],
 )
-def test_layers_with_different_policies_are_exact(ranks, family, heads, kv_heads, cp, heads_per_stage):
-    layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
+def test_layers_with_different_policies_are_exact(
+    ranks, family, heads, kv_heads, cp, heads_per_stage
+):
+    layout = Layout(
+        cp,
+        heads_per_stage,
+        tile_tokens=5,
+        kept=(ActivationPolicy("host", "device", True), EVERYTHING),
+    )
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -185,17 +267,30 @@ ROPES = {
 
 
 @pytest.mark.parametrize(
-    "rope_type", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linear", "yarn"))]
+    "rope_type",
+    ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linear", "yarn"))],
 )
 def test_other_kinds_of_rope_are_exact(ranks, rope_type):
-    """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few positions enough."""
-    rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
+    """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few
+    positions enough."""
+    rope = {
+        "rope_type": rope_type,
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 8,
+        **ROPES[rope_type],
+    }
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
-    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2)
+    layout = Layout(
+        cp=2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2
+    )
     check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
 
 
-@pytest.mark.parametrize("family", [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])])
+@pytest.mark.parametrize(
+    "family", [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
+)
 def test_mixtures_of_experts_are_exact(ranks, family):
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING))
+    layout = Layout(
+        2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING)
+    )
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

@@ -16,7 +16,7 @@ from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
 from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
-from ithaka.plan.mixers import Attention
+from ithaka.plan.mixers import AttentionCost
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.plan.show import as_dict, as_text, list_assumptions
@@ -33,11 +33,12 @@ from ithaka.run.resolve import (
 )
 from ithaka.run.shapes import find_shape
 from ithaka.run.validate import check_ranks_agree, check_settings
-from ithaka.train import watch
+from ithaka.train import journal
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+H100 = "NVIDIA H100 80GB HBM3"
+H200 = "NVIDIA H200"
 
 
 def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8, nodes=1):
@@ -66,17 +67,29 @@ def host(monkeypatch):
 def llama(tmp_path, **changes):
     path = tmp_path / "config.json"
     path.write_text(
-        '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,'
-        '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false}'
+        '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, '
+        '"num_attention_heads": 32,'
+        '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, '
+        '"tie_word_embeddings": false}'
     )
-    overrides = [f"model.path={path}", *(f"{name.replace('__', '.')}={value}" for name, value in changes.items())]
+    overrides = [
+        f"model.path={path}",
+        *(f"{name.replace('__', '.')}={value}" for name, value in changes.items()),
+    ]
     return load_config(None, overrides), explicit_settings(None, overrides)
 
 
 def on_gpus(config, num_ranks, hardware=None):
     """Return a run of this configuration that is not validated yet."""
-    shape, hardware = model_shape(config), hardware or detect_machine(config, num_ranks, (H100, 2**62))
-    return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
+    shape = model_shape(config)
+    hardware = hardware or detect_machine(config, num_ranks, (H100, 2**62))
+    return Run(
+        config,
+        num_ranks,
+        shape,
+        layout_from_config(config, shape.num_layers, num_ranks, on_gpu=True),
+        hardware,
+    )
 
 
 def test_long_contexts_are_offloaded_and_explicit_settings_win(tmp_path):
@@ -105,7 +118,11 @@ def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
     """Compares every setting and the sequences per step, for the same model and machine."""
     config, explicit = llama(tmp_path, data__context=context, **changes)
     resolved, plan = plan_run(config, explicit, node(H100))
-    overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items() if name != "train__batch"]
+    overrides = [
+        f"{name.replace('__', '.')}={value}"
+        for name, value in changes.items()
+        if name != "train__batch"
+    ]
     options = [option for setting in overrides for option in ("--set", setting)]
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
     args = ["plan", str(config.model.path), *machine, "--context", context, *options, "--json"]
@@ -125,24 +142,46 @@ def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
 
 @pytest.mark.parametrize("context", ["128K", "1M", "4M"])
 def test_training_accepts_a_planned_yaml_file(tmp_path, context):
-    model, kernel = llama(tmp_path)[0].model.path, ["--set", "attention.kernel=cudnn"]
-    args = ["plan", str(model), "--gpus", "8xH100", "--host-memory", "2TB", "--context", context, *kernel]
+    model = llama(tmp_path)[0].model.path
+    kernel = ["--set", "attention.kernel=cudnn"]
+    args = [
+        "plan",
+        str(model),
+        "--gpus",
+        "8xH100",
+        "--host-memory",
+        "2TB",
+        "--context",
+        context,
+        *kernel,
+    ]
     answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
-    config, explicit = load_config(file), explicit_settings(file)
+    config = load_config(file)
+    explicit = explicit_settings(file)
     resolved, plan = plan_run(config, explicit, node(H100))
     assert resolved == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
 
-@pytest.mark.parametrize("setting, installed, kernel", [
-    ("auto", True, "fa4"), ("auto", False, "cudnn"), pytest.param("cudnn", True, "cudnn", marks=pytest.mark.slow),
-    pytest.param("flash", True, "flash", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, setting, installed, kernel):
-    """They assume FlashAttention 4 only if it is installed and the GPU supports it, and name the kernel."""
-    fa4 = dataclasses.replace(KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4")
+@pytest.mark.parametrize(
+    "setting, installed, kernel",
+    [
+        ("auto", True, "fa4"),
+        ("auto", False, "cudnn"),
+        pytest.param("cudnn", True, "cudnn", marks=pytest.mark.slow),
+        pytest.param("flash", True, "flash", marks=pytest.mark.slow),
+    ],
+)
+def test_plans_assume_the_kernel_that_training_uses(
+    tmp_path, monkeypatch, setting, installed, kernel
+):
+    """They assume FlashAttention 4 only if it is installed and the GPU supports it, and name the
+    kernel."""
+    fa4 = dataclasses.replace(
+        KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4"
+    )
     monkeypatch.setitem(KERNELS, "fa4", fa4)
     config, explicit = llama(tmp_path, data__context="128K", attention__kernel=setting)
     machine = detect_machine(config, 1, (H100, 2**62))
@@ -162,7 +201,9 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
         find_shape("llama3-8b"), Layout(), node(H100), StepShape(4096)
     )  # with cuDNN: flash-attn-4 is not installed
     descriptions = [
-        watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
+        journal._describe_planned_kernel(
+            SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned))
+        )
         for kernel in ("cudnn", "flash")
         for planned in (plan, None)
     ]
@@ -191,9 +232,14 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
 def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, description):
     """Layers with a window run in the GPU's kernel, the others in `kernels`."""
     usual = Plan(find_shape("gemma-3-4b"), make_layout(34), parse_gpus(gpu), StepShape(2**17))
-    mixers = tuple(mixer if mixer.kind.window else Attention(kind) for mixer in usual.shape.mixers)
+    mixers = tuple(
+        mixer if mixer.kind.window else AttentionCost(kind) for mixer in usual.shape.mixers
+    )
     plan = dataclasses.replace(usual, shape=dataclasses.replace(usual.shape, mixers=mixers))
-    assert as_dict(plan, "gemma")["kernel"] == kernels and description in list_assumptions(plan)["attention"]
+    assert (
+        as_dict(plan, "gemma")["kernel"] == kernels
+        and description in list_assumptions(plan)["attention"]
+    )
     assert (plan.seconds.attention > 2 * usual.seconds.attention) == bool(description)
     headline, *below = as_text(plan, "gemma").splitlines()
     warning = " ".join("\n".join(below[:2]).split())
@@ -201,19 +247,30 @@ def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernel
     kinds = (description.partition(" for ")[2] or description).rstrip(", ")
     layers = rf"5 of 34 layers \({kinds}\) run [^,]+, which takes (\d+)% of the step"
     # All layers with these attend for longer than the layers with windows take in addition.
-    least, most = plan.seconds.attention - usual.seconds.attention, plan.seconds.attention
-    assert not description or least <= int(re.search(layers, warning)[1]) / 100 * plan.step_s <= most
+    least = plan.seconds.attention - usual.seconds.attention
+    most = plan.seconds.attention
+    assert (
+        not description or least <= int(re.search(layers, warning)[1]) / 100 * plan.step_s <= most
+    )
 
 
 def test_ranks_plan_with_the_slowest_kernel():
     fast = node(H100)
     slow = fast.with_kernel("flash")
-    assert weakest_machine([fast, slow]).gpu.kernel == weakest_machine([slow, fast]).gpu.kernel == "flash"
+    assert (
+        weakest_machine([fast, slow]).gpu.kernel
+        == weakest_machine([slow, fast]).gpu.kernel
+        == "flash"
+    )
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
-    """At 64K a sequence with its activations fits on half of the GPUs; at 4M it does not fit on four."""
-    chosen = [plan_run(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("64K", "4M")]
+    """At 64K a sequence with its activations fits on half of the GPUs; at 4M it does not fit on
+    four."""
+    chosen = [
+        plan_run(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp
+        for c in ("64K", "4M")
+    ]
     assert chosen[0] < 8 == chosen[1]
 
 
@@ -223,13 +280,17 @@ def evaluated(config, every, *contexts):
 
 
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
-    """Without activations for backward, longer contexts fit than in training; weights and optimizer stay."""
+    """Without activations for backward, longer contexts fit than in training; weights and optimizer
+    stay."""
     config, explicit = llama(tmp_path, data__context="128K", parallel__cp=8)
     resolved, _ = plan_run(config, explicit, node(H100))
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
         check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
     refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
-    with pytest.raises(ConfigError, match=r"^evaluate.contexts=16777216 .*79.1 GiB.*shorter evaluate.*memory.plan=off"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^evaluate.contexts=16777216 .*79.1 GiB.*shorter evaluate.*memory.plan=off",
+    ):
         check_fits(refused)
     ledger = refused.evaluation_ledger
     assert (ledger.gpu["optimizer"], ledger.gpu["parameters"], ledger.gpu["kept activations"]) == (
@@ -240,21 +301,37 @@ def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
 
 
 def test_a_plan_that_cannot_fit_is_refused(tmp_path):
-    config, explicit = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
+    config, explicit = llama(
+        tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all"
+    )
     machine = node(ranks=1)
     resolved, plan = plan_run(config, explicit, machine)
     assert not plan.fits
-    with pytest.raises(ConfigError, match=r"data.context=1048576 .*GPU.*; use memory.offload=host, .*memory.plan=off"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.context=1048576 .*GPU.*; use memory.offload=host, .*memory.plan=off",
+    ):
         check_fits(on_gpus(resolved, 1, machine))
 
 
-@pytest.mark.parametrize("changes, ways", [
-    ({"data__context": "1M", "memory__offload": "none"}, "planner"),
-    ({"data__context": "1M"},
-     r"data.context=(\d+), an adapter \(adapter.rank=16\), memory.stored_dtype=float8, (\d+) GPUs \((.*?)\)"),
-    pytest.param({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)",
-                 marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, ways",
+    [
+        ({"data__context": "1M", "memory__offload": "none"}, "planner"),
+        (
+            {"data__context": "1M"},
+            (
+                r"data.context=(\d+), an adapter \(adapter.rank=16\), memory.stored_dtype=float8, "
+                r"(\d+) GPUs \((.*?)\)"
+            ),
+        ),
+        pytest.param(
+            {"data__context": "8M", "adapter__rank": 8},
+            r"data.context=(\d+), (\d+) GPUs \((.*?)\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
     machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 380 * 10**9)
     config, explicit = llama(tmp_path, **changes)
@@ -262,12 +339,16 @@ def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
     with pytest.raises(ConfigError, match=ways) as refused:
         check_fits(on_gpus(resolved, 1, machine))
     if suggested := re.search(ways, str(refused.value)).groups():
-        context, count, name = int(suggested[0]), int(suggested[1]), suggested[2]
+        context = int(suggested[0])
+        count = int(suggested[1])
+        name = suggested[2]
         shorter, explicit = llama(tmp_path, **changes | {"data__context": context})
         assert plan_run(shorter, explicit, machine)[1].fits
         larger = parse_gpus(name)
         assert larger.num_gpus == count > 1
-        more = dataclasses.replace(machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes)
+        more = dataclasses.replace(
+            machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes
+        )
         assert plan_run(config, explicit, more)[1].fits
     if "stored_dtype" in ways:
         rounded, explicit = llama(tmp_path, **changes, memory__stored_dtype="float8")
@@ -301,10 +382,16 @@ def test_gpus_are_found_by_the_name_in_the_driver(name, key):
 
 
 def test_a_card_has_its_own_peak_and_no_nvlink():
-    card, module = gpu_named("NVIDIA H100 PCIe"), gpu_named("NVIDIA H100 80GB HBM3")
-    assert card.attention_forward_flops / module.attention_forward_flops == pytest.approx(756 / 989.4)
+    card = gpu_named("NVIDIA H100 PCIe")
+    module = gpu_named("NVIDIA H100 80GB HBM3")
+    assert card.attention_forward_flops / module.attention_forward_flops == pytest.approx(
+        756 / 989.4
+    )
     assert card.link_bytes_s < card.pcie_bytes_s < module.link_bytes_s
-    assert gpu_named("NVIDIA GeForce RTX 5090 Laptop GPU") is None and peak_flops("Some Other 9000") is None
+    assert (
+        gpu_named("NVIDIA GeForce RTX 5090 Laptop GPU") is None
+        and peak_flops("Some Other 9000") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,7 +413,9 @@ def test_a_gpu_with_a_similar_name_is_not_matched(name):
     ],
 )
 def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
-    config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
+    config, explicit = llama(
+        tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {})
+    )
     resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))
     assert plan is not None
     shape = model_shape(resolved)
@@ -337,14 +426,19 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
     pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
     for inputs, outputs in pairs:
         config, _ = llama(
-            tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all"
+            tmp_path,
+            memory__offload=inputs,
+            memory__attention_offload=outputs,
+            memory__keep_attention="all",
         )
         run = on_gpus(config, 8)
         host, disk = certain_needs(run)
         budget = store_host_bytes(run)
         assert (budget is None) == (inputs == outputs == "none")
         if budget is not None and disk:
-            assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
+            assert (
+                budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
+            )
 
 
 def test_ranks_plan_with_the_smallest_capacities():
@@ -378,7 +472,9 @@ def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, fr
 
 def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
     set_memory(monkeypatch, 10**12, 60 * 10**9)
-    config, explicit = llama(tmp_path, data__context="1M", memory__offload="host", memory__keep_inputs="none")
+    config, explicit = llama(
+        tmp_path, data__context="1M", memory__offload="host", memory__keep_inputs="none"
+    )
     resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
     with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
         check_fits(on_gpus(resolved, 8))
@@ -411,26 +507,34 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
 
 def test_ranks_on_unequal_nodes_agree_on_a_plan_for_the_smaller_node(ranks, tmp_path):
     """The attention outputs of more layers fit into 600 GB than into 200 GB."""
-    (one, rich), (other, poor) = ranks.run(2, plan_on, tmp_path, [600 * 10**9, 200 * 10**9], ["1M", "1M"])
+    (one, rich), (other, poor) = ranks.run(
+        2, plan_on, tmp_path, [600 * 10**9, 200 * 10**9], ["1M", "1M"]
+    )
     assert one == other == poor
     assert rich.memory != poor.memory
 
 
 def test_ranks_with_different_settings_are_refused(ranks, tmp_path):
     for message in ranks.run(2, plan_on, tmp_path, [600 * 10**9] * 2, ["1M", "512K"]):
-        assert all(part in message for part in ("context: 1048576", "rank 1", "context: 524288", "every node"))
+        assert all(
+            part in message
+            for part in ("context: 1048576", "rank 1", "context: 524288", "every node")
+        )
 
 
 @pytest.mark.parametrize(
     "before, after, ranks",
     [
         (dict(data__context="128K"), ["data.context=2M"], 8),
-        (dict(data__context="512K", parallel__cp=8, memory__keep_attention="none"),
-         ["memory.keep_attention=all", "memory.offload=none", "data.context=1M"], 8),
+        (
+            dict(data__context="512K", parallel__cp=8, memory__keep_attention="none"),
+            ["memory.keep_attention=all", "memory.offload=none", "data.context=1M"],
+            8,
+        ),
         (dict(data__context="1M", parallel__cp="all"), [], 4),
     ],
     ids=["context", "attention on the device", "fewer ranks"],
-)  # fmt: skip
+)
 def test_a_resumed_run_that_does_not_fit_is_refused(before, after, ranks, tmp_path):
     then, now = (node(H100, host=10**13, ranks=n) for n in (8, ranks))
     run, _ = plan_run(*llama(tmp_path, **before), then)
@@ -452,14 +556,18 @@ def test_a_setting_on_only_one_rank_is_a_disagreement(tmp_path):
 
 
 def test_settings_are_compared_without_writing_those_of_every_rank(tmp_path, monkeypatch):
-    """Writing YAML takes milliseconds, and each of a thousand ranks compares all of them. Order counts, too: of
-    optim.lr_factors, the first match is used."""
+    """Writing YAML takes milliseconds, and each of a thousand ranks compares all of them. Order
+    counts, too: of optim.lr_factors, the first match is used."""
     written = []
-    monkeypatch.setattr(validate, "to_yaml", lambda config: written.append(config) or to_yaml(config))
+    monkeypatch.setattr(
+        validate, "to_yaml", lambda config: written.append(config) or to_yaml(config)
+    )
     config, _ = llama(tmp_path)
     factors = {"norm": 0.5, "embed": 0.1}
     orders = [dict(items) for items in (factors.items(), reversed(factors.items()))]
-    first, other = (dataclasses.replace(config, optim=OptimConfig(lr_factors=order)) for order in orders)
+    first, other = (
+        dataclasses.replace(config, optim=OptimConfig(lr_factors=order)) for order in orders
+    )
     same = [dataclasses.replace(first) for _ in range(1000)]
     check_ranks_agree(same)
     assert len(written) <= 1

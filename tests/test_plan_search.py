@@ -22,7 +22,11 @@ FEW = settings(max_examples=5, deadline=None, derandomize=True)
 
 machines = st.builds(
     lambda gib, gpus, nodes, host, disk: Hardware(
-        replace(H100, memory_bytes=gib * GIB), gpus, nodes, host_bytes=host * 10**9, disk_bytes=disk * 10**9
+        replace(H100, memory_bytes=gib * GIB),
+        gpus,
+        nodes,
+        host_bytes=host * 10**9,
+        disk_bytes=disk * 10**9,
     ),
     gib=st.integers(16, 200),
     gpus=st.sampled_from([1, 2, 8]),
@@ -59,16 +63,21 @@ def test_chosen_plan_fits_its_own_ledger(machine, model, context):
 def test_tiles_are_no_larger_than_needed():
     """A tile never exceeds a rank's tokens."""
     shape = find_shape("llama3-8b")
-    assert [choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)] == [2**11, 2**14]
+    assert [
+        choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)
+    ] == [2**11, 2**14]
     larger = choose(shape, NODE, 2**17, {"cp": 8, "tile_tokens": 2**16})
-    assert larger.layout.tile_tokens == 2**16 and larger.alternatives, "an explicit tile size is planned like any other"
+    assert larger.layout.tile_tokens == 2**16 and larger.alternatives, (
+        "an explicit tile size is planned like any other"
+    )
 
 
 @pytest.mark.slow
 @FEW
 @given(machines, models, contexts, st.sampled_from(["gpu", "host", "disk"]), st.floats(1.01, 3.0))
 def test_more_memory_never_hurts(machine, model, context, tier, factor):
-    shape, more = find_shape(model), machine
+    shape = find_shape(model)
+    more = machine
     if tier == "gpu":
         gpu = replace(machine.gpu, memory_bytes=int(machine.gpu.memory_bytes * factor))
         more = replace(machine, gpu=gpu)
@@ -77,9 +86,12 @@ def test_more_memory_never_hurts(machine, model, context, tier, factor):
     else:
         more = replace(machine, disk_bytes=int(machine.disk_bytes * factor) + 10**9)
     assert longest(shape, more)[0] >= longest(shape, machine)[0]
-    before, after = choose(shape, machine, context), choose(shape, more, context)
+    before = choose(shape, machine, context)
+    after = choose(shape, more, context)
     if before.fits:
-        assert after.fits and after.tokens_per_s_per_gpu >= NEAR_ENOUGH * before.tokens_per_s_per_gpu
+        assert (
+            after.fits and after.tokens_per_s_per_gpu >= NEAR_ENOUGH * before.tokens_per_s_per_gpu
+        )
 
 
 @pytest.mark.slow
@@ -95,12 +107,19 @@ def test_longest_context_fits_and_the_next_does_not(machine, model):
 
 
 @settings(FEW, max_examples=3)
-@given(machines, models, contexts, st.sampled_from([{}, {"overlap": True}, {"keep_attention": 2}]), st.randoms())
+@given(
+    machines,
+    models,
+    contexts,
+    st.sampled_from([{}, {"overlap": True}, {"keep_attention": 2}]),
+    st.randoms(),
+)
 def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, random):
     shape = find_shape(model)
     plan = choose(shape, machine, context, fixed)
     cps = [n for n in range(1, machine.num_gpus + 1) if machine.num_gpus % n == 0]
-    most_kept = fixed.get("keep_attention", shape.num_layers)  # a layer that keeps more keeps its attention too
+    # a layer that keeps more keeps its attention too
+    most_kept = fixed.get("keep_attention", shape.num_layers)
     for _ in range(60):
         cp = random.choice(cps)
         choices = {
@@ -111,24 +130,35 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "keep_inputs": random.choice([0, 1, shape.num_layers // 2]),
             "attention_tier": random.choice(["device", "host", "disk"]),
             "keep_attention": random.choice([0, 1, shape.num_layers // 2, shape.num_layers]),
-            "keep_projections": min(random.choice([0, 0, 1, shape.num_layers // 2, shape.num_layers]), most_kept),
-            "keep_everything": min(random.choice([0, 0, 1, shape.num_layers // 2, shape.num_layers]), most_kept),
+            "keep_projections": min(
+                random.choice([0, 0, 1, shape.num_layers // 2, shape.num_layers]), most_kept
+            ),
+            "keep_everything": min(
+                random.choice([0, 0, 1, shape.num_layers // 2, shape.num_layers]), most_kept
+            ),
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, StepShape(context))
+        other = Plan(
+            shape, make_layout(shape.num_layers, **choices | fixed), machine, StepShape(context)
+        )
         if any(getattr(other.layout, name) != value for name, value in fixed.items()):
             continue  # layers that keep more keep their attention output too
         # The planner accepts a slightly slower plan that uses nearer memory.
-        assert not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu, choices
+        assert (
+            not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu
+        ), choices
 
 
 def test_inputs_that_the_host_cannot_hold_stay_on_the_device():
-    machine, shape = Hardware(find_gpu("H200"), 1, 1, host_bytes=100 * 10**9), find_shape("llama3.2-3b")
+    machine = Hardware(find_gpu("H200"), 1, 1, host_bytes=100 * 10**9)
+    shape = find_shape("llama3.2-3b")
     plan = choose(shape, machine, 2**19 + 2**18)
     layout = plan.layout
     assert plan.fits and layout.input_tier == "host" and layout.keep_inputs > 0
-    assert [policy.input for policy in layout.kept[: -layout.keep_inputs]] == ["host"] * (28 - layout.keep_inputs)
+    assert [policy.input for policy in layout.kept[: -layout.keep_inputs]] == ["host"] * (
+        28 - layout.keep_inputs
+    )
     assert {policy.input for policy in layout.kept[-layout.keep_inputs :]} == {"device"}
     fewer = plan.with_changes(keep_inputs=layout.keep_inputs - 1)
     assert not fewer.ledger.fits_in("host") and fewer.ledger.gpu_peak < plan.ledger.gpu_peak
@@ -139,15 +169,19 @@ def test_inputs_that_the_host_cannot_hold_stay_on_the_device():
 def test_as_few_inputs_as_possible_stay_on_the_device():
     """Whether or not the host has room for a checkpoint copy, which is made only if it fits."""
     machine = Hardware(find_gpu("H200"), 8, 1, host_bytes=10**12)
-    space, candidate = SearchSpace(find_shape("olmo-3-32b"), machine), {"cp": 8, "input_tier": "host", "overlap": False}
+    space = SearchSpace(find_shape("olmo-3-32b"), machine)
+    candidate = {"cp": 8, "input_tier": "host", "overlap": False}
     for tokens in (1_440_000, 1_970_000):
-        plan = space.make_plan(candidate | {"heads_per_stage": 8, "tile_tokens": 2048}, StepShape(tokens))
+        plan = space.make_plan(
+            candidate | {"heads_per_stage": 8, "tile_tokens": 2048}, StepShape(tokens)
+        )
         count = plan.layout.keep_inputs
         assert count and plan.fits and not plan.with_changes(keep_inputs=count - 1).fits, count
 
 
 def test_free_gpu_memory_is_used_to_keep_more_activations():
-    machine, shape = Hardware(find_gpu("H200"), 1, 1, host_bytes=TB), find_shape("llama3.2-3b")
+    machine = Hardware(find_gpu("H200"), 1, 1, host_bytes=TB)
+    shape = find_shape("llama3.2-3b")
     plan = choose(shape, machine, 2**16)
     layout = plan.layout
     assert 0 < layout.keep_everything < layout.keep_projections == shape.num_layers
@@ -161,7 +195,9 @@ def test_the_last_layers_keep_most():
     """Their activations are freed before earlier layers recompute."""
     layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
     last, first = (
-        Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, StepShape(2**15)).ledger.gpu_peak
+        Plan(
+            find_shape("llama3-8b"), replace(layout, kept=kept), NODE, StepShape(2**15)
+        ).ledger.gpu_peak
         for kept in (layout.kept, layout.kept[::-1])
     )
     assert last < first
@@ -196,7 +232,11 @@ SLOW_MODELS = (
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW_MODELS) else name for name in MODELS]
+    "model",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW_MODELS) else name
+        for name in MODELS
+    ],
 )
 def test_every_built_in_model_has_a_plan(model):
     assert choose(find_shape(model), replace(NODE, num_nodes=4), 32 * 2**10).fits
@@ -208,7 +248,9 @@ def test_every_built_in_model_has_a_plan(model):
 def test_llama_8b_at_1m_is_faster_than_published():
     plan = choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8})
     assert plan.fits and plan.tokens_per_s_per_gpu >= 520
-    assert choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8}) == plan, "the search is deterministic"
+    assert choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8}) == plan, (
+        "the search is deterministic"
+    )
 
 
 def test_llama_8b_reaches_further_than_published():
@@ -279,8 +321,11 @@ def test_a_plan_that_does_not_fit_names_the_limiting_tier():
 
 
 def test_keeping_attention_costs_bytes_and_saves_seconds():
-    shape, work = find_shape("llama3-8b"), StepShape(2**20)
-    kept = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work)
+    shape = find_shape("llama3-8b")
+    work = StepShape(2**20)
+    kept = build_ledger(
+        shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work
+    )
     none = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host"),) * 32), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
 
@@ -298,17 +343,24 @@ def test_ring_follows_from_heads_and_nodes(model, nodes, cp, context, split):
     plan = choose(find_shape(model), replace(NODE, num_nodes=nodes), context, {"cp": cp})
     assert (plan.layout.ulysses, plan.layout.ring) == split
     if split[1] > 1:
-        only = choose(find_shape(model), replace(NODE, num_nodes=nodes), context, {"cp": cp, "ring": split[1]})
+        only = choose(
+            find_shape(model), replace(NODE, num_nodes=nodes), context, {"cp": cp, "ring": split[1]}
+        )
         assert only.step_s == plan.step_s
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 5, 6])
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b"])
 def test_groups_stay_inside_nodes(nodes, model):
-    """A sequence uses part of a node or all of several. Tokens are exchanged for heads inside a node, over as many GPUs
-    as the heads allow."""
+    """A sequence uses part of a node or all of several. Tokens are exchanged for heads inside a
+    node, over as many GPUs as the heads allow."""
     splits = SearchSpace(find_shape(model), replace(NODE, num_nodes=nodes)).splits
-    assert {cp for cp, _ in splits} == {1, 2, 4, *(8 * n for n in range(1, nodes + 1) if nodes % n == 0)}
+    assert {cp for cp, _ in splits} == {
+        1,
+        2,
+        4,
+        *(8 * n for n in range(1, nodes + 1) if nodes % n == 0),
+    }
     widest = {8, 4} if model == "qwen2.5-7b" else {8}  # of 28 heads, 8 GPUs leave slots empty
     assert {cp // ring for cp, ring in splits if cp >= 8} == widest
     assert all(ring == 1 for cp, ring in splits if cp < 8)
@@ -316,17 +368,22 @@ def test_groups_stay_inside_nodes(nodes, model):
 
 @pytest.mark.slow
 def test_five_nodes_do_not_make_rings_of_five_gpus():
-    """Such rings cross nodes. If they were costed like rings inside a node, they would gain 0.8 %."""
+    """Such rings cross nodes. If they were costed like rings inside a node, they would gain 0.8
+    %."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)
     assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
     straddling = Plan(
-        plan.shape, plan.layout.with_changes(cp=5, ring=5, heads_per_stage=None), plan.hardware, plan.work
+        plan.shape,
+        plan.layout.with_changes(cp=5, ring=5, heads_per_stage=None),
+        plan.hardware,
+        plan.work,
     )
     assert straddling.seconds.exchange > 2 * plan.seconds.exchange
 
 
 def test_an_explicit_split_may_cross_nodes():
-    machine, shape = replace(NODE, num_nodes=5), find_shape("llama3-8b")
+    machine = replace(NODE, num_nodes=5)
+    shape = find_shape("llama3-8b")
     assert SearchSpace(shape, machine, {"cp": 5}).splits == [(5, 5)]
     assert SearchSpace(shape, machine, {"cp": 20}).splits == [(20, 5)]
     assert SearchSpace(shape, machine, {"cp": 10, "ring": 1}).splits == [(10, 1)]
@@ -335,13 +392,18 @@ def test_an_explicit_split_may_cross_nodes():
 
 @pytest.mark.parametrize("context", [pytest.param(3 * 2**18, marks=pytest.mark.slow), 2**20])
 def test_among_equally_fast_plans_the_least_host_memory_wins(context):
-    """Plans within 1 % of the fastest count as equally fast, whatever their cp. Others are sorted by speed."""
+    """Plans within 1 % of the fastest count as equally fast, whatever their cp. Others are sorted
+    by speed."""
     plan = choose(find_shape("llama3-8b"), NODE, context)
     speeds = [other.tokens_per_s_per_gpu for other in plan.alternatives]
     assert speeds == sorted(speeds, reverse=True)
     least = NEAR_ENOUGH * max(plan.tokens_per_s_per_gpu, *speeds)
     assert plan.tokens_per_s_per_gpu >= least
-    near = [other.ledger.host_needed for other in plan.alternatives if other.tokens_per_s_per_gpu >= least]
+    near = [
+        other.ledger.host_needed
+        for other in plan.alternatives
+        if other.tokens_per_s_per_gpu >= least
+    ]
     assert near and plan.ledger.host_needed < min(near) and plan.tokens_per_s_per_gpu < speeds[0]
 
 
@@ -353,7 +415,9 @@ def test_host_memory_is_used_before_the_disk():
 
 
 def test_eight_nodes_reach_45_million_tokens():
-    context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest_context_and_limit()
+    context, limit = SearchSpace(
+        find_shape("llama3-8b"), replace(NODE, num_nodes=8)
+    ).longest_context_and_limit()
     assert context >= 45 * 2**20 and limit == "host"
 
 
@@ -361,7 +425,10 @@ def test_parameters_are_replicated_where_the_network_is_slow():
     slow = replace(NODE, num_nodes=2, gpu=replace(H100, network_bytes_s=2e9))
     shape = find_shape("llama3-8b")
     plan = choose(shape, slow, 2**14)
-    assert plan.layout.replicas == 2 and choose(shape, replace(NODE, num_nodes=2), 2**14).layout.replicas == 1
+    assert (
+        plan.layout.replicas == 2
+        and choose(shape, replace(NODE, num_nodes=2), 2**14).layout.replicas == 1
+    )
     alone = replace(plan, layout=replace(plan.layout, replicas=1))
     assert plan.seconds.exchange < alone.seconds.exchange
     assert plan.ledger.gpu["parameters"] == pytest.approx(2 * alone.ledger.gpu["parameters"])

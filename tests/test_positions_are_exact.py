@@ -1,4 +1,5 @@
-"""RoPE angles equal Hugging Face's at short positions and are exact at long ones, where fp32 angles are not."""
+"""RoPE angles equal Hugging Face's at short positions and are exact at long ones, where fp32 angles
+are not."""
 
 import math
 
@@ -14,7 +15,12 @@ from ithaka.ops.token_wise import RopeForm, rotate
 from ithaka.roots.rotary import ExactRotary
 from parity import parallel, random_ids
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 KINDS = {
     "default": {},
     "linear": {"factor": 4.0},
@@ -39,14 +45,17 @@ def rotary(kind: str = "default") -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config).model.rotary_emb
 
 
-def tables(module: torch.nn.Module, positions: torch.Tensor, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(
+    module: torch.nn.Module, positions: torch.Tensor, dtype=torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin [1, t, K] for layers that compute in `dtype`."""
     return ExactRotary(module, CurrentCall())(torch.zeros(1, dtype=dtype), positions[None])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_positions_are_those_of_hugging_face(kind):
-    module, positions = rotary(kind), torch.arange(512)
+    module = rotary(kind)
+    positions = torch.arange(512)
     cos, sin = module(torch.zeros(1, dtype=torch.float32), positions[None])
     ours_cos, ours_sin = tables(module, positions)
     assert ours_cos.dtype == ours_sin.dtype == torch.float32
@@ -65,7 +74,8 @@ def off_by(angles: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_phases_are_exact_at_ten_million_tokens():
-    module, positions = rotary(), torch.arange(FAR - 1000, FAR)
+    module = rotary()
+    positions = torch.arange(FAR - 1000, FAR)
     exact = (positions.double()[:, None] * module.inv_freq.double()) % (2 * math.pi)
     theirs = off_by(phases(*module(torch.zeros(1), positions[None])), exact)
     ours = off_by(phases(*tables(module, positions)), exact)
@@ -94,7 +104,11 @@ def tables_in_bfloat16() -> list[tuple[torch.Tensor, torch.Tensor]]:
     model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
     used = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rope, "rotate", lambda x, *args, **kwargs: used.append(args[:2]) or rotate(x, *args, **kwargs))
+        patch.setattr(
+            rope,
+            "rotate",
+            lambda x, *args, **kwargs: used.append(args[:2]) or rotate(x, *args, **kwargs),
+        )
         model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
     exact = tables(model.model.rotary_emb, torch.arange(8), torch.float32)
     return [exact, *used]
@@ -111,7 +125,10 @@ def test_bf16_computation_does_not_round_angles(ranks):
 def test_kernels_read_tables_row_by_row(monkeypatch):
     """gpt-oss computes its tables transposed; the kernel gets one stride for each."""
     launched = []
-    monkeypatch.setattr(token_wise, "launch", lambda kernel, grid, *args, **settings: launched.append(args))
-    x, table = torch.empty(1, 4, 6, 16, device="meta"), torch.empty(1, 8, 6, device="meta").mT
+    monkeypatch.setattr(
+        token_wise, "launch", lambda kernel, grid, *args, **settings: launched.append(args)
+    )
+    x = torch.empty(1, 4, 6, 16, device="meta")
+    table = torch.empty(1, 8, 6, device="meta").mT
     rotate(x, table, table, RopeForm(False, False, "half"))
     assert [t.stride(-1) for t in launched[0][:4]] == [1, 1, 1, 1]

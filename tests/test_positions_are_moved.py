@@ -1,4 +1,5 @@
-"""model.rope gives the loss and gradients of Hugging Face with the same rope_parameters, and is exported."""
+"""model.rope gives the loss and gradients of Hugging Face with the same rope_parameters, and is
+exported."""
 
 import dataclasses
 import json
@@ -20,14 +21,15 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, RopeConfig, parse_config, to_dict
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.train.trainer import prepare
-from ithaka.train.watch import describe_run
+from ithaka.train.journal import describe_run
+from ithaka.train.prepare import prepare
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
 from runs import MODEL, run, tiny_run, validate
 
-ORIGINAL, CONTEXT = 16, 50
+ORIGINAL = 16
+CONTEXT = 50
 OWN = {"rope_type": "default", "rope_theta": 100.0}  # angles differ within few positions
 # model.rope -> rope_parameters
 TYPES = [
@@ -40,14 +42,25 @@ TYPES = [
     ),
     (
         {"type": "yarn", "factor": 8, "original_max_position_embeddings": 8, "beta_fast": 3},
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 3.0},
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 3.0,
+        },
     ),
 ]
 # Only the second of two ranks has positions beyond the original ones.
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 20.0]}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 28, **LONG}
 TYPES.append(({name.removeprefix("rope_"): value for name, value in LONGROPE.items()}, LONGROPE))
-NUM_POSITIONS = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * ORIGINAL, "yarn": 64}
+NUM_POSITIONS = {
+    "longrope": 4 * 28,
+    "default": CONTEXT,
+    "llama3": CONTEXT,
+    "linear": 4 * ORIGINAL,
+    "yarn": 64,
+}
 
 
 def saved(folder, **changes):
@@ -58,13 +71,24 @@ def saved(folder, **changes):
 
 @fp64_tiles()
 def errors_of(folder):
-    """Return this rank's errors for every type, compared with a plain model whose rope_parameters are set by hand."""
-    ids, mesh, errors = random_ids(1, CONTEXT), make_mesh(2), []
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),), dtype="float64")
+    """Return this rank's errors for every type, compared with a plain model whose rope_parameters
+    are set by hand."""
+    ids = random_ids(1, CONTEXT)
+    mesh = make_mesh(2)
+    errors = []
+    layout = Layout(
+        2,
+        heads_per_stage=2,
+        tile_tokens=5,
+        kept=(ActivationPolicy(attention="device"),),
+        dtype="float64",
+    )
     for rope, parameters in TYPES:
         config = AutoConfig.from_pretrained(folder)
         config.rope_parameters = OWN | parameters
-        plain = widen(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).train())
+        plain = widen(
+            AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).train()
+        )
         expected = plain_loss(plain, ids, ids)
         expected.backward()
         model = build_model(folder, mesh, layout, rope=RopeConfig(**rope), context=CONTEXT)
@@ -72,15 +96,19 @@ def errors_of(folder):
         assert model.config.max_position_embeddings == NUM_POSITIONS[parameters["rope_type"]]
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        errors.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+        errors.append(
+            {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
+        )
     return errors
 
 
 @fp64_tiles()
 def errors_of_longrope(folder):
-    """Return this rank's errors for a model stored with longrope, like Phi: first two forwards, short and long, before
-    one backward; then two data-parallel ranks, only one of them beyond the original positions."""
-    ids, errors = random_ids(2, 2 * ORIGINAL), []
+    """Return this rank's errors for a model stored with longrope, like Phi: first two forwards,
+    short and long, before one backward; then two data-parallel ranks, only one of them beyond the
+    original positions."""
+    ids = random_ids(2, 2 * ORIGINAL)
+    errors = []
 
     def pair(cp):
         layout = Layout(cp, heads_per_stage=2, tile_tokens=5, dtype="float64")
@@ -90,7 +118,9 @@ def errors_of_longrope(folder):
     def append_errors(model, plain, loss, expected):
         loss.backward()
         expected.backward()
-        errors.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+        errors.append(
+            {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
+        )
 
     plain, model = pair(2)
     squared = 1 + math.log(64 / ORIGINAL) / math.log(ORIGINAL)  # Phi's rule
@@ -124,14 +154,20 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
     """With rope_type=proportional, theta can change; another type would rotate all dimensions."""
     own = OWN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
     saved(tmp_path, rope_parameters=own)
-    config, ids = AutoConfig.from_pretrained(tmp_path), random_ids(1, CONTEXT)
+    config = AutoConfig.from_pretrained(tmp_path)
+    ids = random_ids(1, CONTEXT)
     config.rope_parameters = moved = own | {"rope_theta": 9.0}
-    plain = widen(AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float64).train())
+    plain = widen(
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float64).train()
+    )
     expected = plain_loss(plain, ids, ids)
     expected.backward()
     layout = Layout(tile_tokens=5, dtype="float64")
     model = build_model(tmp_path, make_mesh(1), layout, rope=RopeConfig(theta=9.0), context=CONTEXT)
-    assert model.config.rope_parameters == moved and int((model.model.rotary_emb.inv_freq == 0).sum()) == 2
+    assert (
+        model.config.rope_parameters == moved
+        and int((model.model.rotary_emb.inv_freq == 0).sum()) == 2
+    )
     with fp64_tiles():
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -151,9 +187,12 @@ def header_and_logits(config, ids):
 
 def moved_run(folder, **rope):
     base = folder / "base"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "max_position_embeddings": ORIGINAL}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**MODEL, "max_position_embeddings": ORIGINAL})
+    )
     model.save_pretrained(base)
-    config, moved = tiny_run(folder, train={"steps": 1}), RopeConfig(**rope or {"type": "yarn", "factor": 4})
+    config = tiny_run(folder, train={"steps": 1})
+    moved = RopeConfig(**rope or {"type": "yarn", "factor": 4})
     return replace(config, model=dataclasses.replace(config.model, path=base, rope=moved)), base
 
 
@@ -179,15 +218,21 @@ def test_the_export_equals_the_trained_model_beyond_the_original_length(ranks, t
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
     header, logits = ranks.run(2, header_and_logits, config, ids)[0]
-    assert header["rope"].startswith("original_max_position_embeddings 16, factor 4.0, type yarn, theta 10000.0")
+    assert header["rope"].startswith(
+        "original_max_position_embeddings 16, factor 4.0, type yarn, theta 10000.0"
+    )
     assert header["rope"].endswith("for 64 positions")
     out = export(config.train.run_dir, tmp_path / "out")
     written = json.loads((out / "config.json").read_text())
     assert written["max_position_embeddings"] == 64
-    assert written["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | {
-        "original_max_position_embeddings": 16
-    }
-    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(out)(ids).logits, logits, rtol=1e-5, atol=1e-5)
+    assert written["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+    } | {"original_max_position_embeddings": 16}
+    torch.testing.assert_close(
+        AutoModelForCausalLM.from_pretrained(out)(ids).logits, logits, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -197,7 +242,9 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
     _, logits = ranks.run(2, header_and_logits, config, ids)[0]
-    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", True))
+    merged = AutoModelForCausalLM.from_pretrained(
+        export(config.train.run_dir, tmp_path / "merged", True)
+    )
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])
@@ -216,13 +263,29 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
             "{theta: 8.0e6} or {type: yarn, factor: 4}",
         ),
         ({"type": "yarn"}, ["model.rope.factor", "yarn"], "at least 4 "),
-        ({"type": "yarn", "factor": 2}, ["model.rope.factor=2.0", "32 positions", "data.context=50"], "at least 4"),
+        (
+            {"type": "yarn", "factor": 2},
+            ["model.rope.factor=2.0", "32 positions", "data.context=50"],
+            "at least 4",
+        ),
         ({"type": "linear", "factor": 3}, ["model.rope.factor=3.0", "48 positions"], "at least 4"),
         ({"factor": 4}, ["model.rope.factor=4.0", "type default"], "linear or llama3 or yarn or"),
-        ({"type": "longrope", "factor": 2, **LONG}, ["model.rope.factor=2.0", "32 positions"], "at least 4"),
+        (
+            {"type": "longrope", "factor": 2, **LONG},
+            ["model.rope.factor=2.0", "32 positions"],
+            "at least 4",
+        ),
         ({"type": "longrope"}, ["model.rope.short_factor", "0 numbers", "longrope"], "give 4"),
-        ({"type": "longrope", **LONG, "long_factor": [1, 2]}, ["model.rope.long_factor", "2 numbers"], "give 4"),
-        ({"type": "llama3", "factor": 4, "beta_fast": 9}, ["model.rope.beta_fast=9.0", "llama3"], "type yarn"),
+        (
+            {"type": "longrope", **LONG, "long_factor": [1, 2]},
+            ["model.rope.long_factor", "2 numbers"],
+            "give 4",
+        ),
+        (
+            {"type": "llama3", "factor": 4, "beta_fast": 9},
+            ["model.rope.beta_fast=9.0", "llama3"],
+            "type yarn",
+        ),
     ],
 )
 def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, named, fix):
@@ -236,7 +299,12 @@ def test_long_contexts_are_refused_before_ranks_start_unless_from_scratch(tmp_pa
     config, _ = moved_run(tmp_path)
     assert validate(config)
     unmoved = replace(config, model=replace(config.model, rope=None))
-    assert_refused(lambda: validate(unmoved), "data.context=61", "max_position_embeddings=16", fix="model.rope=")
+    assert_refused(
+        lambda: validate(unmoved),
+        "data.context=61",
+        "max_position_embeddings=16",
+        fix="model.rope=",
+    )
     scratch = tiny_run(tmp_path, model={"max_position_embeddings": ORIGINAL})
     assert validate(scratch)
     assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
@@ -251,15 +319,24 @@ def test_verify_checks_the_moved_positions(tmp_path):
 
 def test_an_extended_model_is_extended_from_its_original_positions(tmp_path):
     """Its max_position_embeddings already include the first extension."""
-    own = OWN | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 5.0}
+    own = OWN | {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 5.0,
+    }
     saved(tmp_path, rope_parameters=own)
     longer = read_hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
     assert longer.rope_parameters == own | {"factor": 8.0} and longer.max_position_embeddings == 64
     plain = read_hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
     assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
     assert plain.max_position_embeddings == 56
-    phi = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 64}  # outside of rope_parameters
+    # outside of rope_parameters
+    phi = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 64}
     saved(tmp_path / "phi", rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
     config = read_hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
     config.standardize_rope_params()
-    assert config.rope_parameters["original_max_position_embeddings"] == 8 and config.max_position_embeddings == 80
+    assert (
+        config.rope_parameters["original_max_position_embeddings"] == 8
+        and config.max_position_embeddings == 80
+    )

@@ -28,7 +28,9 @@ NOISE = 0.015  # relative, like autocast's on these models
 def exact():
     device = torch.device("cpu")
     return [
-        exact_gradients(initial_model("qwen3", SMALL, seed, device), random_batch(SMALL, seed, device))
+        exact_gradients(
+            initial_model("qwen3", SMALL, seed, device), random_batch(SMALL, seed, device)
+        )
         for seed in SEEDS
     ]
 
@@ -37,9 +39,15 @@ def noisy(gradients, seed, size=NOISE):
     generator = torch.Generator().manual_seed(seed)
     noisy_gradients = []
     for seed_gradients in gradients:
-        noise = {name: torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in seed_gradients.items()}
+        noise = {
+            name: torch.randn(g.shape, generator=generator, dtype=g.dtype)
+            for name, g in seed_gradients.items()
+        }
         noisy_gradients.append(
-            {name: g + size * g.norm() * noise[name] / noise[name].norm() for name, g in seed_gradients.items()}
+            {
+                name: g + size * g.norm() * noise[name] / noise[name].norm()
+                for name, g in seed_gradients.items()
+            }
         )
     return noisy_gradients
 
@@ -66,7 +74,8 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 @pytest.mark.parametrize("wrong", CORRUPTIONS)
 @pytest.mark.parametrize(
-    "name", [K_PROJ, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    "name",
+    [K_PROJ, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"],
 )
 def test_one_wrong_gradient_of_one_seed_fails(exact, name, wrong):
     ours = noisy(exact, 1)
@@ -76,7 +85,12 @@ def test_one_wrong_gradient_of_one_seed_fails(exact, name, wrong):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_norm.weight"]
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+    ],
 )
 @pytest.mark.parametrize("wrong", ["zero", "rows shifted by one", "half"])
 def test_a_wrong_norm_fails(exact, name, wrong):
@@ -116,7 +130,9 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
     with pytest.raises(AssertionError):
         assert_as_good_as_autocast([{K_PROJ: ours[0][K_PROJ]}, *ours[1:]], noisy(exact, 2), exact)
     with pytest.raises(AssertionError):
-        assert_as_good_as_autocast([{**ours[0], K_PROJ: ours[0][K_PROJ][:1]}, *ours[1:]], noisy(exact, 2), exact)
+        assert_as_good_as_autocast(
+            [{**ours[0], K_PROJ: ours[0][K_PROJ][:1]}, *ours[1:]], noisy(exact, 2), exact
+        )
     with pytest.raises(ValueError):
         assert_as_good_as_autocast(ours[:2], noisy(exact, 2), exact)
 
@@ -124,8 +140,10 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
 @pytest.mark.slow  # gpu/test_model_gpu.py compares bf16 with autocast in the default tier too
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family):
-    """Compares medians over all parameters. If autocast also rounds the residual stream, no difference remains."""
-    device, layout = torch.device("cpu"), bf16_layout(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
+    """Compares medians over all parameters. If autocast also rounds the residual stream, no
+    difference remains."""
+    device = torch.device("cpu")
+    layout = bf16_layout(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
     models = [initial_model(family, SMALL, seed, device) for seed in SEEDS]
     batches = [random_batch(SMALL, seed, device) for seed in SEEDS]
     rounded = [round_residual_stream(copy.deepcopy(model)) for model in models]
@@ -143,6 +161,10 @@ def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family)
         ratios = error_ratios(ours, baseline, exact)
         return median(a / b for errors in ratios.values() for a, b in errors)
 
-    print(f"{family}: {times(autocast):.3f} times autocast's error, {times(autocast_rounded):.3f} rounded alike")
+    print(
+        f"{family}: {times(autocast):.3f} times autocast's error, {times(autocast_rounded):.3f} "
+        "rounded alike"
+    )
     assert times(autocast) < 1.2
-    assert times(autocast_rounded) < 1.03  # up to 1.016; up to 1.037 if the second norm reads a rounded sum
+    # up to 1.016; up to 1.037 if the second norm reads a rounded sum
+    assert times(autocast_rounded) < 1.03

@@ -1,4 +1,5 @@
-"""A forest of shared prefixes gives the results of its branches as separate sequences, on any number of ranks."""
+"""A forest of shared prefixes gives the results of its branches as separate sequences, on any
+number of ranks."""
 
 import sys
 from functools import partial
@@ -20,8 +21,8 @@ from ithaka.attention.docs import BlockMask, Docs
 from ithaka.blocks.linear import Linear
 from ithaka.comm.mesh import make_mesh
 from ithaka.data.pack import group_samples
-from ithaka.inputs.batch import shard_batch
 from ithaka.inputs.forest import build_forest
+from ithaka.inputs.shard import shard_batch
 from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
 from ithaka.layout import Layout
 from ithaka.model import prefixes
@@ -52,7 +53,8 @@ def paths(nodes) -> list[list[int]]:
 
 
 def packed(nodes, rows: int = 1) -> dict[str, Tensor]:
-    """Return inputs with `rows` different rows, some tokens without labels, and large, unsorted document ids."""
+    """Return inputs with `rows` different rows, some tokens without labels, and large, unsorted
+    document ids."""
     lengths = torch.tensor([length for length, _ in nodes])
     names = torch.tensor([(7 * i + 3) % 53 for i in range(len(nodes))])
     above = torch.tensor([-1 if parent < 0 else int(names[parent]) for _, parent in nodes])
@@ -63,11 +65,14 @@ def packed(nodes, rows: int = 1) -> dict[str, Tensor]:
 
 
 def alone(plain, nodes, inputs, weights) -> Tensor:
-    """Return the weighted losses and entropies of plain Hugging Face on each branch alone, and the number of labels.
+    """Return the weighted losses and entropies of plain Hugging Face on each branch alone, and the
+    number of labels.
 
     Each label of the forest counts once."""
-    ids, labels = inputs["input_ids"], inputs["labels"]
-    total, counted = torch.zeros((), dtype=torch.float64), set()
+    ids = inputs["input_ids"]
+    labels = inputs["labels"]
+    total = torch.zeros((), dtype=torch.float64)
+    counted = set()
     for row in range(len(ids)):
         for path in paths(nodes):
             log_p = plain(input_ids=ids[row, path][None], use_cache=False).logits[0].log_softmax(-1)
@@ -86,24 +91,33 @@ Expected = tuple[Tensor, dict[str, Tensor]]  # a loss, and its gradients by para
 def loss_weights(labels) -> dict[str, Tensor]:
     """Return weights of losses and entropies, equal (a mean loss) and all different."""
     ones = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(*labels.shape, 2)
-    return {"mean": ones, "weighted": torch.linspace(-1, 2, ones.numel(), dtype=torch.float64).view_as(ones)}
+    return {
+        "mean": ones,
+        "weighted": torch.linspace(-1, 2, ones.numel(), dtype=torch.float64).view_as(ones),
+    }
 
 
 def expect(plain, nodes, rows=1) -> dict[str, Expected]:
     """Map the names of `loss_weights` to what `compare` expects on all ranks."""
-    inputs, expected = packed(nodes, rows), {}
+    inputs = packed(nodes, rows)
+    expected = {}
     for name, weights in loss_weights(inputs["labels"]).items():
         plain.zero_grad()
         loss, count = alone(plain, nodes, inputs, weights)
         loss = loss / count if name == "mean" else loss
         loss.backward()
-        expected[name] = loss.detach(), {name: param.grad.clone() for name, param in plain.named_parameters()}
+        expected[name] = (
+            loss.detach(),
+            {name: param.grad.clone() for name, param in plain.named_parameters()},
+        )
     return expected
 
 
 def compare(model, expected: dict[str, Expected], nodes, rows=1) -> Errors:
-    """Compare the model's mean loss, and a weighted loss of log-probabilities and entropies, gathered and sharded."""
-    inputs, errors = packed(nodes, rows), {}
+    """Compare the model's mean loss, and a weighted loss of log-probabilities and entropies,
+    gathered and sharded."""
+    inputs = packed(nodes, rows)
+    errors = {}
     weights = loss_weights(inputs["labels"])["weighted"]
 
     def call():
@@ -132,7 +146,9 @@ def compare(model, expected: dict[str, Expected], nodes, rows=1) -> Errors:
         loss.backward()
         expected_loss, expected_grads = expected[kind]
         errors[f"{name} loss"] = relative(loss.detach(), expected_loss)
-        errors |= {f"{name} {key}": error for key, error in shard_errors(model, expected_grads).items()}
+        errors |= {
+            f"{name} {key}": error for key, error in shard_errors(model, expected_grads).items()
+        }
     return errors
 
 
@@ -163,11 +179,21 @@ def test_a_forest_equals_its_branches(cp, family, layout, forests, pytestconfig)
     check(run_on_threads(cp, work))
 
 
-CHUNKS = {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+CHUNKS = {
+    "attention_chunk_size": 7,
+    "attn_temperature_tuning": False,
+    "num_hidden_layers": 2,
+    "no_rope_layers": [1, 0],
+}
 CHUNKS |= {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}
 OTHER_DECODERS = {  # family, changes to its configuration, adapter, layout
     "experts": ("deepseek_v3", {"num_hidden_layers": 2}, None, Layout(4, tile_tokens=3)),
-    "sinks, windows, experts": ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 5}, None, Layout(2)),
+    "sinks, windows, experts": (
+        "gpt_oss",
+        {"num_hidden_layers": 2, "sliding_window": 5},
+        None,
+        Layout(2),
+    ),
     "chunks": ("llama4_text", CHUNKS, None, Layout(2, tile_tokens=5)),
     "gated delta rule": ("qwen3_5_text", {}, None, Layout(2, tile_tokens=3)),
     "gated delta rule on four ranks": ("qwen3_5_text", {}, None, Layout(4, tile_tokens=3)),
@@ -189,7 +215,8 @@ SLOW += ("attention and Mamba2 side by side",)
 
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in OTHER_DECODERS]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in OTHER_DECODERS],
 )
 def test_forests_with_experts_adapters_and_other_masks(case):
     family, changes, adapter, layout = OTHER_DECODERS[case]
@@ -230,13 +257,22 @@ def test_forests_that_cannot_be_computed_are_refused():
     def call(**changes):
         return lambda: model(**inputs | changes)
 
-    documents, parents = inputs["document_ids"], inputs["parents"]
-    assert_refused(call(document_ids=None), "parents", "document_ids", fix="pass both", error=ValueError)
-    assert_refused(call(parents=parents.flip(1)), "row 0", fix="put parents before children", error=ValueError)
-    assert_refused(call(document_ids=documents.clone().fill_(3)), "document 3", fix="use one", error=ValueError)
+    documents = inputs["document_ids"]
+    parents = inputs["parents"]
+    assert_refused(
+        call(document_ids=None), "parents", "document_ids", fix="pass both", error=ValueError
+    )
+    assert_refused(
+        call(parents=parents.flip(1)), "row 0", fix="put parents before children", error=ValueError
+    )
+    assert_refused(
+        call(document_ids=documents.clone().fill_(3)), "document 3", fix="use one", error=ValueError
+    )
     again = torch.where(documents == documents[0, -1], documents[0, 0], documents)
     assert_refused(call(document_ids=again), "document_ids", fix="use ids once", error=ValueError)
-    assert_refused(call(shift_labels=inputs["labels"]), "shift_labels", fix="pass labels", error=ValueError)
+    assert_refused(
+        call(shift_labels=inputs["labels"]), "shift_labels", fix="pass labels", error=ValueError
+    )
 
     def ring():
         in_ring = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2, ring=2))
@@ -249,18 +285,23 @@ def test_forests_that_cannot_be_computed_are_refused():
 
 
 def test_gradients_of_a_shared_token_are_summed_in_fp32():
-    """Sums 500 equal gradients of one token in bfloat16. Rounding each partial sum would lose most of them."""
+    """Sums 500 equal gradients of one token in bfloat16. Rounding each partial sum would lose most
+    of them."""
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(11, 8).bfloat16()
+    x = torch.randn(2, 8).bfloat16()
+    weight = torch.randn(11, 8).bfloat16()
     norm = torch.nn.RMSNorm(8, dtype=torch.bfloat16)
-    head, labels = LinearHead(norm, Linear(weight)), torch.full((2 + 500,), 3)
+    head = LinearHead(norm, Linear(weight))
+    labels = torch.full((2 + 500,), 3)
     rows = torch.ones(500, dtype=torch.long)
     for results in (
         lambda x: summed_cross_entropy(x, labels, head, 64, 1.0, rows),
         lambda x: -linear_cross_entropy(x, labels, head, 64, rows).logprobs.sum(),
     ):
         (ours,) = torch.autograd.grad(results(leaf := x.clone().requires_grad_()), leaf)
-        one = torch.autograd.grad(summed_cross_entropy(leaf, labels[:2], head, 64, 1.0), leaf)[0].float()
+        one = torch.autograd.grad(summed_cross_entropy(leaf, labels[:2], head, 64, 1.0), leaf)[
+            0
+        ].float()
         assert relative(ours[1].float(), 501 * one[1]) < 5e-3
 
 
@@ -273,7 +314,9 @@ def test_the_packer_shares_every_common_prefix():
         sequences: list[list[int]] = []
         for _ in range(random.randint(1, 8)):
             known = random.choice(sequences)[: random.randint(0, 30)] if sequences else []
-            sequences.append(known + [random.randint(0, 2) for _ in range(random.randint(not known, 9))])
+            sequences.append(
+                known + [random.randint(0, 2) for _ in range(random.randint(not known, 9))]
+            )
         packed = pack_prefixes([torch.tensor(each) for each in sequences], min_tokens=1)
         prefixes = {tuple(each[: i + 1]) for each in sequences for i in range(len(each))}
         assert packed.num_tokens == (sum(map(len, sequences)), len(prefixes))
@@ -288,7 +331,8 @@ def test_the_packer_shares_every_common_prefix():
 
 
 def test_samples_are_joined_only_if_their_forest_fits_the_context():
-    """Samples 2 and 3 have 12 tokens in common but share only 10: after sample 1's branch, the other 2 are too few."""
+    """Samples 2 and 3 have 12 tokens in common but share only 10: after sample 1's branch, the
+    other 2 are too few."""
     history = ~np.arange(12, dtype=np.int32)
     samples = [np.append(history[:length], np.int32(20 + length)) for length in (10, 12, 12)]
     for context, groups in ((13, [11, 13, 13]), (14, [14, 13]), (16, [14, 13]), (17, [17])):
@@ -301,7 +345,8 @@ def test_samples_are_joined_only_if_their_forest_fits_the_context():
 
 def count_operations(work) -> int:
     """Count the bytecode instructions that Python executes."""
-    count, tracer = 0, sys.gettrace()
+    count = 0
+    tracer = sys.gettrace()
 
     def trace(frame, event, _):
         nonlocal count
@@ -309,7 +354,8 @@ def count_operations(work) -> int:
         count += event == "opcode"
         return trace
 
-    sys._getframe().f_trace_opcodes = True  # in Python 3.12, settrace checks whether any frame sets it
+    # in Python 3.12, settrace checks whether any frame sets it
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         work()
@@ -330,13 +376,22 @@ def pack_prompts(n: int) -> None:
 def plan_forest(n: int, order: str) -> None:
     parents = {
         "answers": [-1 if i % 4 == 0 else i - i % 4 for i in range(n)],  # four nodes per prompt
-        "turns": [-1, *(i - 1 if i % 2 else i - 2 for i in range(1, n))],  # an answer between one turn and the next
+        # an answer between one turn and the next
+        "turns": [-1, *(i - 1 if i % 2 else i - 2 for i in range(1, n))],
         "late": [-1, *range(n // 2), *reversed(range(n // 2))],  # all turns, then their answers
     }[order]
     Docs(tuple(range(0, 8 * len(parents) + 1, 8)), parents=tuple(parents)).plan(
-        0, torch.device("cpu"), True, causal=True, window=None, block_q=8192, block_kv=4096, halve=False,
-        call_tokens=0, has_windows=False,
-    )  # fmt: skip
+        0,
+        torch.device("cpu"),
+        True,
+        causal=True,
+        window=None,
+        block_q=8192,
+        block_kv=4096,
+        halve=False,
+        call_tokens=0,
+        has_windows=False,
+    )
 
 
 def plan_ranges(n: int) -> None:
@@ -373,17 +428,29 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
     prompt = torch.arange(4096) % 61
     packed = pack_prefixes([torch.cat([prompt, torch.full((256,), i)]) for i in range(8)])
     assert packed.num_tokens == (8 * 4352, 4096 + 8 * 256)
-    assert str(packed).startswith("8 sequences: tokens 34816 -> 6144 (5.67x fewer), attention pairs 75777024 -> ")
+    assert str(packed).startswith(
+        "8 sequences: tokens 34816 -> 6144 (5.67x fewer), attention pairs 75777024 -> "
+    )
     work = packed.work
     assert (work.tokens, work.pairs(None)) == (6144, packed.num_pairs[1])
     assert work.pairs(None) < StepShape(6144).pairs(None)
     share = shard_batch(packed.inputs, 61, make_mesh(1))
     blocks, _ = share.docs.plan(
-        0, torch.device("cpu"), False, causal=True, window=None, block_q=512, block_kv=512, halve=False, call_tokens=0,
+        0,
+        torch.device("cpu"),
+        False,
+        causal=True,
+        window=None,
+        block_q=512,
+        block_kv=512,
+        halve=False,
+        call_tokens=0,
         has_windows=False,
-    )  # fmt: skip
+    )
     area = {"full": lambda p: p.rows * p.keys, "causal": lambda p: p.rows * (p.rows + 1) // 2}
-    assert work.pairs(None) == sum(area[p.mask](p) * p.count * b.count for b in blocks for p in b.score_blocks)
+    assert work.pairs(None) == sum(
+        area[p.mask](p) * p.count * b.count for b in blocks for p in b.score_blocks
+    )
 
 
 @pytest.mark.slow
@@ -403,7 +470,8 @@ def test_a_forest_needs_the_memory_of_its_packed_tokens():
 
 def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
     ids = torch.arange(6)
-    both, no = [ids, ids], torch.full((6,), -100)
+    both = [ids, ids]
+    no = torch.full((6,), -100)
     late = torch.where(ids < 4, no, ids)
 
     def shared(*args, **keys):
@@ -418,33 +486,46 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
     routing = torch.zeros(6, 2, 3).long()
     other = routing.clone()
     other[2, 1, 1] = 1
-    assert shared(both, keys=[[routing, routing], ["a", "a"]]) == 6 and shared(both, keys=[[routing, other]]) == 2
-    assert pack_prefixes(both).num_tokens == (12, 6) and pack_prefixes([ids, ids[[0, 1, 2, 2]]]).num_tokens == (10, 10)
+    assert (
+        shared(both, keys=[[routing, routing], ["a", "a"]]) == 6
+        and shared(both, keys=[[routing, other]]) == 2
+    )
+    assert pack_prefixes(both).num_tokens == (12, 6) and pack_prefixes(
+        [ids, ids[[0, 1, 2, 2]]]
+    ).num_tokens == (10, 10)
     assert_refused(lambda: pack_prefixes(both, [no]), "labels", fix="one per sequence")
     assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", fix="[tokens]")
 
 
 @pytest.mark.slow
 def test_ten_steps_of_a_policy_equal_those_without_sharing():
-    """Uses groups of four answers, advantages per answer and clipped ratios to the first step's log-probabilities."""
+    """Uses groups of four answers, advantages per answer and clipped ratios to the first step's
+    log-probabilities."""
 
     def work():
         draw = torch.Generator().manual_seed(9)
         prompts = torch.randint(61, (2, 12), generator=draw)
-        ids = [torch.cat([prompts[i // 4], torch.randint(61, (3 + i,), generator=draw)]) for i in range(8)]
+        ids = [
+            torch.cat([prompts[i // 4], torch.randint(61, (3 + i,), generator=draw)])
+            for i in range(8)
+        ]
         gains = torch.randn(8, generator=draw).double()
         losses = []
         for shares in (True, False):
             packed = pack_prefixes(ids, min_tokens=4 if shares else 1000)
             assert (packed.num_tokens[1] < packed.num_tokens[0]) == shares
-            model, old = parallel(2)[0], None
+            model = parallel(2)[0]
+            old = None
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             for _ in range(10):
                 results = ithaka.token_logprobs(model, **packed.inputs)
                 new = [each[12:] for each in packed.unpack(results.logprobs)]
                 old = old or [each.detach() for each in new]
                 ratios = [(a - b).exp() for a, b in zip(new, old, strict=True)]
-                terms = [torch.min(r * g, r.clamp(0.8, 1.2) * g).mean() for r, g in zip(ratios, gains, strict=True)]
+                terms = [
+                    torch.min(r * g, r.clamp(0.8, 1.2) * g).mean()
+                    for r, g in zip(ratios, gains, strict=True)
+                ]
                 entropies = torch.cat([each[12:] for each in packed.unpack(results.entropies)])
                 loss = -torch.stack(terms).mean() - 0.01 * entropies.mean()
                 loss.backward()
@@ -464,12 +545,14 @@ def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
     def work():
         model, _ = parallel(2)
         ids = torch.randint(61, (4, 20), generator=torch.Generator().manual_seed(2))
-        ids[1, :12], ids[3, 3:14] = ids[0, :12], ids[2, 3:14]
+        ids[1, :12] = ids[0, :12]
+        ids[3, 3:14] = ids[2, 3:14]
         mask = torch.ones_like(ids)
         mask[2:, :3] = mask[0, 15:] = mask[3, 18:] = 0
         labels = torch.where((torch.arange(20) >= 10) & (mask == 1), ids, -100)
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask, "temperature": 0.7}
-        plain, shared = ithaka.token_logprobs(model, **inputs), shared_logprobs(model, **inputs)[0]
+        plain = ithaka.token_logprobs(model, **inputs)
+        shared = shared_logprobs(model, **inputs)[0]
         assert torch.equal(plain.correct, shared.correct)
         grads = []
         for each in (plain, shared):
@@ -477,16 +560,20 @@ def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
             grads.append([param.grad.to_local().clone() for param in model.parameters()])
             model.zero_grad()
         errors = {str(i): relative(b, a) for i, (a, b) in enumerate(zip(*grads, strict=True))}
-        return errors | {f"result {i}": relative(shared[i].detach(), plain[i].detach()) for i in (0, 1, 3)}
+        return errors | {
+            f"result {i}": relative(shared[i].detach(), plain[i].detach()) for i in (0, 1, 3)
+        }
 
     check(run_on_threads(2, work))
 
 
 def test_packed_sequences_have_the_losses_of_separate_ones():
-    """Compares a custom loss, in which a shared token has one weight per sequence, and the model's own loss."""
+    """Compares a custom loss, in which a shared token has one weight per sequence, and the model's
+    own loss."""
 
     def work():
-        (model, _), plain = parallel(2), tiny_model(tiny_config("llama"))
+        (model, _) = parallel(2)
+        plain = tiny_model(tiny_config("llama"))
         draw = torch.Generator().manual_seed(4)
         prompt = torch.randint(61, (9,), generator=draw)
         ids = [torch.cat([prompt, torch.randint(61, (n,), generator=draw)]) for n in (4, 1, 0, 5)]
@@ -497,15 +584,22 @@ def test_packed_sequences_have_the_losses_of_separate_ones():
             log_p = plain(input_ids=each[None], use_cache=False).logits[0].log_softmax(-1)
             return F.pad(log_p[:-1].gather(1, each[1:, None])[:, 0], (1, 0))
 
+        def weighted_sum(sequences):
+            total = 0
+            for number, x in enumerate(sequences):
+                total += (number + 2) * (x * torch.arange(len(x))).sum() + x.square().sum()
+            return total
+
         packed = pack_prefixes(ids, min_tokens=2)
-        ours = packed.unpack(ithaka.token_logprobs(model, **packed.inputs).logprobs)
-        ours, theirs = (
-            sum((n + 2) * (x * torch.arange(len(x))).sum() + x.square().sum() for n, x in enumerate(each))
-            for each in (ours, map(results, ids))
-        )
+        logprobs = ithaka.token_logprobs(model, **packed.inputs).logprobs
+        ours = weighted_sum(packed.unpack(logprobs))
+        theirs = weighted_sum(map(results, ids))
         ours.backward()
         theirs.backward()
-        errors = {"custom": relative(ours.detach(), theirs.detach()), **gradient_errors(model, plain)}
+        errors = {
+            "custom": relative(ours.detach(), theirs.detach()),
+            **gradient_errors(model, plain),
+        }
         loss = model(**pack_prefixes(ids, labels, min_tokens=2).inputs).loss
         expected = [results(each)[mine != -100] for each, mine in zip(ids, labels, strict=True)]
         return errors | {"own": relative(loss.detach(), -torch.cat(expected).mean().detach())}

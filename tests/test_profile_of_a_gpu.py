@@ -9,15 +9,24 @@ import torch
 from ithaka import phases
 from ithaka.profile.live import AllocatorHistory
 from ithaka.profile.memory import Allocation, MemoryMap, format_peak
-from ithaka.profile.step import KINDS, StepTimes
+from ithaka.profile.profiled_step import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
 OURS = str(Path(phases.__file__).parent / "layer" / "schedule.py")
-FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
+FSDP = str(
+    Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fsdp_collectives.py"
+)
 MIB = 2**20
 
 
-def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str, int, str], made_in: str = "") -> dict:
+def event(
+    action: str,
+    time_us: int,
+    address: int,
+    size: int,
+    *frames: tuple[str, int, str],
+    made_in: str = "",
+) -> dict:
     named = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
     return {
         "action": action,
@@ -30,11 +39,14 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
 
 
 def history(events: list[dict], categories: list[tuple[int, Allocation]]) -> MemoryMap:
-    """Build the map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms on."""
+    """Build the map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms
+    on."""
     made = AllocatorHistory(torch.device("cuda", 0))
-    made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
+    made._initial_bytes = {1: 4 * MIB, 2: MIB}
+    made._start_ns = 1_000_000
     made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
-    made.snapshot, made._categories = {"device_traces": [events]}, categories
+    made.snapshot = {"device_traces": [events]}
+    made._categories = categories
     made._build()
     return made
 
@@ -45,9 +57,12 @@ IN_MLP = "MLP tile: layer 0/backward/mlp"
 def test_the_history_becomes_allocations_by_category():
     events = [
         event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP),
-        event("alloc", 3_000, 4, 2 * MIB, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x"), made_in=IN_MLP),
+        event(
+            "alloc", 3_000, 4, 2 * MIB, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x"), made_in=IN_MLP
+        ),
         event("free_requested", 4_000, 3, 8 * MIB),
-        event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # reuses the address
+        # reuses the address
+        event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
     categories = [
@@ -69,8 +84,12 @@ def test_the_history_becomes_allocations_by_category():
     assert at_peak["MLP tile"].phase == ("layer 0", "backward", "mlp")
     assert at_peak["parameters"].shape == (1024, 1024)
     left = {h.line: h for h in memory.live_at(9_000_000)}
-    assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded up like the allocator"
-    assert left["ithaka/layer/schedule.py:88 in again"].category == "gradients", "tagged after the allocation"
+    assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, (
+        "rounded up like the allocator"
+    )
+    assert left["ithaka/layer/schedule.py:88 in again"].category == "gradients", (
+        "tagged after the allocation"
+    )
     assert left["ithaka/layer/schedule.py:88 in again"].shape == (3, MIB // 4)
 
 
@@ -79,14 +98,21 @@ class FakeAllocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[dict] = []
-        self.metadata, self.recording = "", False
+        self.metadata = ""
+        self.recording = False
         memory = torch.cuda.memory
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 21 * MIB)
         monkeypatch.setattr(memory, "_snapshot", lambda device: self.snapshot())
-        monkeypatch.setattr(memory, "_record_memory_history", lambda enabled, **_: setattr(self, "recording", enabled))
-        monkeypatch.setattr(memory, "_set_memory_metadata", lambda text: setattr(self, "metadata", text))
+        monkeypatch.setattr(
+            memory,
+            "_record_memory_history",
+            lambda enabled, **_: setattr(self, "recording", enabled),
+        )
+        monkeypatch.setattr(
+            memory, "_set_memory_metadata", lambda text: setattr(self, "metadata", text)
+        )
 
     def snapshot(self) -> dict:
         blocks = [{"address": 1, "size": 4 * MIB, "state": "active_allocated"}]
@@ -95,7 +121,11 @@ class FakeAllocator:
     def allocate(self, address: int, num_mib: int, action: str = "alloc") -> None:
         assert self.recording
         frame = (OURS, 77, "_mlp")
-        self.events.append(event(action, time.time_ns() // 1000, address, num_mib * MIB, frame, made_in=self.metadata))
+        self.events.append(
+            event(
+                action, time.time_ns() // 1000, address, num_mib * MIB, frame, made_in=self.metadata
+            )
+        )
         time.sleep(0.001)
 
 
@@ -130,7 +160,8 @@ def test_allocations_have_the_phase_and_category_of_their_time(monkeypatch):
 def test_allocations_without_a_shape_are_grouped_by_size():
     sizes = [8, 8, 3]
     events = [
-        event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
+        event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP)
+        for i, n in enumerate(sizes)
     ]
     summary = format_peak(history(events, []).describe({})["peak"])
     assert "16 MiB (67%) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in summary
@@ -149,7 +180,15 @@ def test_times_are_recorded_in_the_step_before_a_profile():
 
 def span(cat: str, name: str, start: float, stop: float, correlation: int | None = None) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
-    return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": start, "dur": stop - start, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "tid": 1,
+        "ts": start,
+        "dur": stop - start,
+        "args": args,
+    }
 
 
 def by_path(times: dict) -> dict[tuple, dict]:
@@ -157,11 +196,18 @@ def by_path(times: dict) -> dict[tuple, dict]:
 
 
 def test_each_instant_of_two_streams_counts_once():
-    """Layer 0 launches a kernel, a collective and a copy that run long after the host has left the layer."""
+    """Layer 0 launches a kernel, a collective and a copy that run long after the host has left the
+    layer."""
     second = 1e6
     step = StepTimes(torch.device("cpu"))
-    step.start_ns, step.stop_ns = 0, 2 * 10**9
-    step.phase_changes = [(0, ("layer 0",)), (0, ("layer 0", "forward")), (10**9, ("layer 1",)), (2 * 10**9, ())]
+    step.start_ns = 0
+    step.stop_ns = 2 * 10**9
+    step.phase_changes = [
+        (0, ("layer 0",)),
+        (0, ("layer 0", "forward")),
+        (10**9, ("layer 1",)),
+        (2 * 10**9, ()),
+    ]
     events = [
         span("cuda_runtime", "cudaLaunchKernel", 0.1 * second, 0.2 * second, 1),
         span("cuda_runtime", "cudaLaunchKernel", 0.2 * second, 0.3 * second, 2),
@@ -186,16 +232,23 @@ def test_each_instant_of_two_streams_counts_once():
 def test_phases_are_added_to_a_trace_on_its_own_clock():
     """A GPU trace has launches and kernels, but no host operators or annotations.
 
-    Its clock differs from the host's (with torch 2.11, by 45 days): here it shows 24 s when the step ends.
+    Its clock differs from the host's (with torch 2.11, by 45 days): here it shows 24 s when the
+    step ends.
     """
-    second, base_ns = 10**9, 5 * 10**18
+    second = 10**9
+    base_ns = 5 * 10**18
     step = StepTimes(torch.device("cpu"))
-    step.start_ns, step.stop_ns = base_ns, base_ns + 4 * second
+    step.start_ns = base_ns
+    step.stop_ns = base_ns + 4 * second
     paths = [("layer 0",), ("layer 0", "forward"), ("layer 0",), ()]
     step.phase_changes = [(base_ns + i * second, path) for i, path in enumerate(paths)]
-    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (20.5, 21.5)]
+    launched = [
+        span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10)
+        for at in (20.5, 21.5)
+    ]
     launched.append(span("cuda_runtime", "cudaStreamSynchronize", 22e6, 24e6, 7))
-    launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))  # by the profiler
+    # by the profiler
+    launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))
     ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
     trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
     times = step.times(trace)
@@ -203,7 +256,11 @@ def test_phases_are_added_to_a_trace_on_its_own_clock():
     assert by_path(times)["layer 0",]["compute"] == pytest.approx(1)
     assert by_path(times)["layer 0", "forward"]["compute"] == pytest.approx(1)
     step.annotate(trace)
-    written = {e["name"]: (e["ts"], e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
+    written = {
+        e["name"]: (e["ts"], e["dur"])
+        for e in trace["traceEvents"]
+        if e.get("cat") == "user_annotation"
+    }
     assert written == {
         "ithaka: step": (20e6, 4e6),
         "ithaka: layer 0": (20e6, 3e6),

@@ -1,4 +1,5 @@
-"""Ranks agree on a call before its first layer: if the call is wrong on any rank, all ranks raise the same error."""
+"""Ranks agree on a call before its first layer: if the call is wrong on any rank, all ranks raise
+the same error."""
 
 import re
 
@@ -77,9 +78,13 @@ def test_an_error_on_every_rank_names_no_rank(ranks):
 
 
 def step_before_backward():
-    """Step the optimizer before backward, with sharded parameters and layer inputs on the host; return the messages."""
+    """Step the optimizer before backward, with sharded parameters and layer inputs on the host;
+    return the messages."""
     model, _ = parallel(
-        2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, kept=(ActivationPolicy(input="host"),) * 2)
+        2,
+        layout=Layout(
+            2, heads_per_stage=2, tile_tokens=3, kept=(ActivationPolicy(input="host"),) * 2
+        ),
     )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     messages = []
@@ -106,7 +111,9 @@ def hooked_on_one_rank():
 
 def test_a_refused_hook_on_one_rank_raises_on_all(ranks):
     for message in ranks.run(2, hooked_on_one_rank):
-        assert_refused(message, "ConfigError: rank 1: ", "lm_head", "forward hook", fix="decoder layer")
+        assert_refused(
+            message, "ConfigError: rank 1: ", "lm_head", "forward hook", fix="decoder layer"
+        )
 
 
 def raising_on_rank_1(error):
@@ -120,7 +127,8 @@ def raising_on_rank_1(error):
 def unexpected_errors():
     """Raise errors on rank 1 alone: in a call, a model check, a kernel test and a nested check."""
     model, mesh = parallel(1)
-    ids, ends = random_ids(1, 8), torch.tensor([0, 5, 2, 8] if mesh.rank == 1 else [0, 2, 5, 8])
+    ids = random_ids(1, 8)
+    ends = torch.tensor([0, 5, 2, 8] if mesh.rank == 1 else [0, 2, 5, 8])
     messages = [message_of(lambda: model(ids, labels=ids, cu_seq_lens_q=ends))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "_check_last_backward", raising_on_rank_1(KeyError("gone")))
@@ -130,7 +138,9 @@ def unexpected_errors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_why_unusable", raising_on_rank_1(OSError("no driver")))
         kind = AttentionKind(head_dim=8, group=1)
-        messages.append(message_of(lambda: choose.agree_on_kernel("cpu", mesh.device, torch.float32, [kind])))
+        messages.append(
+            message_of(lambda: choose.agree_on_kernel("cpu", mesh.device, torch.float32, [kind]))
+        )
 
     def nested():
         raising_on_rank_1(MemoryError("no room"))()
@@ -159,7 +169,8 @@ def test_a_single_process_raises_its_own_error():
 
 
 def call_differently(what, cp=2):
-    """Call the model with inputs that depend on the global rank, as with a DistributedSampler that ignores cp."""
+    """Call the model with inputs that depend on the global rank, as with a DistributedSampler that
+    ignores cp."""
     model, mesh = parallel(cp)
     inputs = batch(2, 8)
     if what == "values":
@@ -208,15 +219,21 @@ def test_different_batches_in_a_cp_group_are_refused(ranks, what, names, differe
 
 def test_options_that_differ_in_a_cp_group_are_refused(ranks):
     ((temperature, per_token),) = set(map(tuple, ranks.run(2, different_options)))
-    assert_refused(temperature, "temperature: 1.0 on rank 0, 0.5 on rank 1", fix="on all ranks of a cp group")
-    assert_refused(per_token, "per_token: True on rank 0, False on rank 1", fix="on all ranks of a cp group")
+    assert_refused(
+        temperature, "temperature: 1.0 on rank 0, 0.5 on rank 1", fix="on all ranks of a cp group"
+    )
+    assert_refused(
+        per_token, "per_token: True on rank 0, False on rank 1", fix="on all ranks of a cp group"
+    )
     (experts,) = set(ranks.run(2, different_experts))
     assert_refused(experts, "expert_indices: shape (2, 8, 2, 2)", fix="on all ranks of a cp group")
 
 
 def test_the_fix_shards_data_by_the_data_parallel_rank(ranks):
     for message in ranks.run(4, call_differently, "values"):
-        assert_refused(message, "ranks 0 and 1", fix="num_replicas=2, rank=torch.distributed.get_rank() // 2")
+        assert_refused(
+            message, "ranks 0 and 1", fix="num_replicas=2, rank=torch.distributed.get_rank() // 2"
+        )
 
 
 def data_parallel():
@@ -263,7 +280,9 @@ def test_a_loopback_process_agrees_with_itself():
     start_loopback(4)
     model, _ = parallel(2)
     assert model(**batch(2, 8)).num_tokens == 14 + 14
-    assert message_of(lambda: model(input_ids=random_ids(2, 8) - 61)).startswith("ValueError: input_ids[0, 0]=")
+    assert message_of(lambda: model(input_ids=random_ids(2, 8) - 61)).startswith(
+        "ValueError: input_ids[0, 0]="
+    )
 
 
 class Reads(TorchDispatchMode):
@@ -271,7 +290,8 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, model) -> None:
         super().__init__()
-        self.in_loss, self.num_reads = False, 0
+        self.in_loss = False
+        self.num_reads = 0
         model.model.layers[-1].register_forward_hook(self.leave_layers)
 
     def leave_layers(self, *args) -> None:

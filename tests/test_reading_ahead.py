@@ -24,9 +24,12 @@ def config():
 
 
 def reads_at_start_of_backward(host_bytes):
-    """Return, per layer (last first), how many of its own 3 tensors and of the next layer's are already being read."""
+    """Return, per layer (last first), how many of its own 3 tensors and of the next layer's are
+    already being read."""
     model, _ = parallel(1, config(), LAYOUT, host_bytes)
-    ids, counts, backward = random_ids(1, 24), [], LayerSchedule.backward
+    ids = random_ids(1, 24)
+    counts = []
+    backward = LayerSchedule.backward
 
     def watched(self, saved, *args):
         below = saved.below()
@@ -60,14 +63,20 @@ def test_a_layer_reads_its_own_tensors_first(ranks):
 
 POOLS = [
     *diagonal([1, 2], [(1.0, 1), (3.0, 2)]),
-    *(pytest.param(cp, sizes, marks=pytest.mark.slow) for cp in (1, 2) for sizes in [(1.6, 1), (3.0, 1)]),
+    *(
+        pytest.param(cp, sizes, marks=pytest.mark.slow)
+        for cp in (1, 2)
+        for sizes in [(1.6, 1), (3.0, 1)]
+    ),
 ]
 
 
 @pytest.mark.parametrize("cp, sizes", POOLS, ids=str)
 def test_small_pools_are_exact(ranks, cp, sizes):
     """With several stages and no overlap, the pool also holds dq. Plans give it three layers."""
-    ids, layout, (num_layers, stages) = random_ids(1, 24), LAYOUT, sizes
+    ids = random_ids(1, 24)
+    layout = LAYOUT
+    (num_layers, stages) = sizes
     if stages > 1:
         layout = replace(LAYOUT, heads_per_stage=4 // stages, overlap=False)
     host_bytes = int(num_layers * LAYER_BYTES / cp)
@@ -84,14 +93,19 @@ def small_pool(cp, ids, host_bytes, layout):
     store_module.DiskFile.write = slowly
     try:
         expected = lambda model: plain_sum(model, ids, ids) / 23  # noqa: E731
-        return compare_with(expected, cp, config(), layout, host_bytes=host_bytes, input_ids=ids, labels=ids)
+        return compare_with(
+            expected, cp, config(), layout, host_bytes=host_bytes, input_ids=ids, labels=ids
+        )
     finally:
         store_module.DiskFile.write = write
 
 
 def used_over_steps(tier):
-    model, _ = parallel(2, config(), Layout(tile_tokens=5, kept=(ActivationPolicy(tier, tier),) * LAYERS))
-    store, used = model.model.layers[0].forward.store, []
+    model, _ = parallel(
+        2, config(), Layout(tile_tokens=5, kept=(ActivationPolicy(tier, tier),) * LAYERS)
+    )
+    store = model.model.layers[0].forward.store
+    used = []
     for _ in range(4):
         ids = random_ids(1, 24)
         model(input_ids=ids, labels=ids).loss.backward()

@@ -1,4 +1,5 @@
-"""`ithaka rehearse` on a CPU prints its settings first, reports no GPU times, and refuses what does not fit."""
+"""`ithaka rehearse` on a CPU prints its settings first, reports no GPU times, and refuses what does
+not fit."""
 
 import json
 import re
@@ -16,7 +17,12 @@ from ithaka.cli import app
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import ConfigError
 from ithaka.layout import make_layout
-from ithaka.model.truncate import choose_layers, find_representative_layers, read_kinds, truncate_config
+from ithaka.model.truncate import (
+    choose_layers,
+    find_representative_layers,
+    read_kinds,
+    truncate_config,
+)
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
@@ -33,7 +39,9 @@ LOSSES = ("cross_entropy", "dpo")
 def model(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal.torch.cuda, "is_available", lambda: False)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny_config("llama", attention_bias=False, tie_word_embeddings=False).to_dict()))
+    file.write_text(
+        json.dumps(tiny_config("llama", attention_bias=False, tie_word_embeddings=False).to_dict())
+    )
     return file
 
 
@@ -60,9 +68,14 @@ def test_settings_are_printed_before_the_work(model, monkeypatch):
     skip_work(monkeypatch)
     result = rehearse(model, "--context", "64")
     assert isinstance(result.exception, Started)
-    assert result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens") and "settings: parallel.cp=" in result.stdout
+    assert (
+        result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens")
+        and "settings: parallel.cp=" in result.stdout
+    )
     assert ", memory.overlap=true" in result.stdout  # in the syntax of `--set`
-    assert re.search(r"\nX: one float32 activation \[\d+ tokens per rank, \d+ hidden\] = \d", result.stdout)
+    assert re.search(
+        r"\nX: one float32 activation \[\d+ tokens per rank, \d+ hidden\] = \d", result.stdout
+    )
     assert "for this CPU, planned times for H100-80GB" in result.stdout
 
 
@@ -77,7 +90,10 @@ def test_any_rank_can_be_rehearsed(model, monkeypatch):
     result = rehearse(model, "--context", "64", "--rank", "1")
     assert result.stdout.startswith("rank 1 of 2xH100-80GB") and ranks == [(2, 1)]
     refused = rehearse(model, "--context", "64", "--rank", "2")
-    assert refused.exit_code == 2 and "--rank 2 is not one of the 2 ranks; use 0 to 1" in refused.output
+    assert (
+        refused.exit_code == 2
+        and "--rank 2 is not one of the 2 ranks; use 0 to 1" in refused.output
+    )
 
 
 @pytest.mark.parametrize("runs, planned", [("cudnn", "cudnn"), ("fa4", "fa4"), ("cpu", "fa4")])
@@ -99,19 +115,25 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
 
 def test_json_has_the_settings_and_the_phase_of_the_peak(model, monkeypatch):
     monkeypatch.setattr(rehearsal, "MEMORY_ONLY_DOCUMENT", 32)
-    answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
+    answer = json.loads(
+        rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout
+    )
     ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
     assert ran == {"gpus": "2xH100-80GB", "context": 64, "layers": 1, "attention_cut_short": True}
     assert answer["peak_phase"] and (answer["kernel"], answer["planned_kernel"]) == ("cpu", "fa4")
 
 
 def test_adapters_are_rehearsed(model):
-    """Every rehearsed layer has them, even if only a later layer of the model does. The frozen vocabulary takes most of
-    the memory."""
+    """Every rehearsed layer has them, even if only a later layer of the model does. The frozen
+    vocabulary takes most of the memory."""
     pytest.importorskip("peft")
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
     options = ("--gpus", "1xH100-80GB", "--context", "4", "--layers", "1", "--json")
-    answer = json.loads(rehearse(model, *options, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)
+    answer = json.loads(
+        rehearse(
+            model, *options, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]"
+        ).stdout
+    )
     peak = answer["rows"][0]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
 
@@ -121,49 +143,80 @@ def test_a_reference_is_rehearsed(model):
     """A frozen copy takes memory, and its forward takes time. Rows of a batch are documents."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
     options = ("--gpus", "1xH100-80GB", "--context", "4", "--batch", "2", "--layers", "1", "--json")
-    plain, dpo = (json.loads(rehearse(model, *options, "--set", f"loss.type={loss}").stdout)["rows"] for loss in LOSSES)
+    plain, dpo = (
+        json.loads(rehearse(model, *options, "--set", f"loss.type={loss}").stdout)["rows"]
+        for loss in LOSSES
+    )
     assert dpo[0]["measured"] == pytest.approx(dpo[0]["planned"], rel=0.02)
     assert dpo[0]["measured"] > 1.1 * plain[0]["measured"]
-    forward = [next(row["planned"] for row in rows if row["what"] == "layer forward") for rows in (plain, dpo)]
+    forward = [
+        next(row["planned"] for row in rows if row["what"] == "layer forward")
+        for rows in (plain, dpo)
+    ]
     assert forward[1] == pytest.approx(2 * forward[0])
 
 
 def test_an_evaluation_is_rehearsed(model):
-    """The parameters and the vocabulary take most of the memory; there are no gradients and no optimizer."""
+    """The parameters and the vocabulary take most of the memory; there are no gradients and no
+    optimizer."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
     options = ("--evaluate", "--context", "2", "--layers", "1", "--json")
     answer = json.loads(rehearse(model, *options).stdout)
     rows = {row["what"]: row for row in answer["rows"]}
     peak = rows["peak without reserve"]
-    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
+    assert (
+        peak["measured"] == pytest.approx(peak["planned"], rel=0.03)
+        and answer["peak_phase"] == "loss forward"
+    )
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
     command = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--evaluate"]
-    assert_command_refused([*command, "--set", "memory.tile_tokens=64"], "memory.tile_tokens", fix="leave it out")
+    assert_command_refused(
+        [*command, "--set", "memory.tile_tokens=64"], "memory.tile_tokens", fix="leave it out"
+    )
     assert_command_refused([*command, "--context", "1000M"], "--context 1000M", fix="shorter")
 
 
 def test_an_evaluation_peaks_as_its_ledger_predicts():
     """Heads take most of the memory. Tiles are small, because the plan assumes a GPU's kernels."""
-    sizes = {"num_attention_heads": 32, "head_dim": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    sizes = {
+        "num_attention_heads": 32,
+        "head_dim": 8,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
     config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
     plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), StepShape(512))
     few = rehearsal.truncate_plan(plan, 2, False)
     few = replace(few, layout=replace(few.layout, tile_tokens=16))
     measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
-    assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "/ forward" in measured.peak_phase
+    assert (
+        measured.peak_bytes == pytest.approx(planned, rel=0.05)
+        and "/ forward" in measured.peak_phase
+    )
     weights = few.ledger.gpu["parameters"] + few.ledger.gpu["layer weights"]
     assert measured.layer_bytes == pytest.approx(measured.peak_bytes - weights, rel=0.05)
 
 
 def test_an_evaluation_uses_stages_at_long_contexts():
     shape = find_shape("llama3-8b")
-    stages = [forward_plan(shape, parse_gpus("8xH200"), StepShape(n << 20)).layout.heads_per_stage for n in (1, 2)]
+    stages = [
+        forward_plan(shape, parse_gpus("8xH200"), StepShape(n << 20)).layout.heads_per_stage
+        for n in (1, 2)
+    ]
     assert stages == [None, 8]
 
 
 def test_a_memory_only_rehearsal_is_labelled(model):
-    options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
+    options = (
+        "--context",
+        "64",
+        "--layers",
+        "1",
+        "--memory-only",
+        "--set",
+        "memory.checkpoint=none",
+    )
     result = rehearse(model, *options)
     assert "\npeak in: " in result.stdout and "memory only: " in result.stdout
 
@@ -191,29 +244,44 @@ def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
     few = rehearsal.truncate_plan(plan, 2, False)
-    mixer, policy = few.shape.mixers[0], few.layout.kept[0]
+    mixer = few.shape.mixers[0]
+    policy = few.layout.kept[0]
     forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, policy)
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
     assert loss_s == pytest.approx(2 * 2**17 * 4096 * 128256 / 720e12, rel=0.2)
-    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[alone_s, 0.0]] * 2, 2 * alone_s + loss_s)
+    measured = rehearsal.RehearsalResult(
+        1, 1, 1, "", 0, 0, [[alone_s, 0.0]] * 2, 2 * alone_s + loss_s
+    )
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
-    assert rows["forward of 32 layers"]["measured"] == pytest.approx(rows["forward of 32 layers"]["planned"])
+    assert rows["forward of 32 layers"]["measured"] == pytest.approx(
+        rows["forward of 32 layers"]["planned"]
+    )
 
 
 def test_real_exchanges_are_compared_and_divided_by_layers():
     """On one rank of many, exchanges are local copies: their planned seconds are left out."""
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
     few = rehearsal.truncate_plan(plan, 2, False)
-    forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], few.layout.kept[0])
+    forward, _ = layer_seconds(
+        few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], few.layout.kept[0]
+    )
     result = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 0.0]] * 2, 7.0)
     alone, together = (
-        {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, replace(result, exchange_s=exchange_s))}
+        {
+            row["what"]: row
+            for row in rehearsal.compare_with_plan(
+                plan, few, replace(result, exchange_s=exchange_s)
+            )
+        }
         for exchange_s in (None, (3.0, 1.0))
     )
     assert "exchange per layer" not in alone
     assert alone["layer forward"]["planned"] == pytest.approx(forward.total - forward.exchange)
-    assert together["layer forward"]["planned"] == pytest.approx(forward.total) and forward.exchange > 0
+    assert (
+        together["layer forward"]["planned"] == pytest.approx(forward.total)
+        and forward.exchange > 0
+    )
     assert together["exchange per layer"]["measured"] == 1.5
     assert together["exchange per layer"]["planned"] == pytest.approx(forward.exchange)
     assert together["exchange hidden by compute"]["measured"] == 25.0
@@ -224,7 +292,10 @@ def test_the_first_pass_of_a_reference_takes_as_long_as_a_forward():
     with_reference = replace(plan, work=replace(plan.work, reference=True))
     forward, backward = rehearsal._layer_seconds(plan)[0]
     both, same = rehearsal._layer_seconds(with_reference)[0]
-    assert both.total == pytest.approx(2 * forward.total) and same.total == backward.total > forward.total > 0
+    assert (
+        both.total == pytest.approx(2 * forward.total)
+        and same.total == backward.total > forward.total > 0
+    )
 
 
 def test_bytes_of_a_node_are_shared_by_its_ranks():
@@ -268,26 +339,37 @@ def plan_of(name: str, gpus: str = "1xH200"):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_layer_is_rehearsed(name):
-    """Each kind is represented by its first layer in the model; a single kind by two layers, the value of --layers."""
+    """Each kind is represented by its first layer in the model; a single kind by two layers, the
+    value of --layers."""
     truncated = rehearsal.truncate_plan(plan_of(name), 2, False, config=find_config(name))
-    first_and_count = {kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups}
+    first_and_count = {
+        kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups
+    }
     assert first_and_count == KINDS[name]
     assert len(truncated.layers) == truncated.shape.num_layers == 2
     assert truncated.shape.mixers == tuple(find_shape(name).mixers[i] for i in truncated.layers)
     # Without config.json, windows alone make a kind.
-    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(set(find_shape(name).mixers))
+    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(
+        set(find_shape(name).mixers)
+    )
 
 
 def test_more_layers_are_those_of_the_most_frequent_kinds():
     kinds = ["window"] * 5 + ["full"] + ["window"] * 5 + ["full"]
     assert [choose_layers(kinds, count) for count in (1, 2, 3)] == [(0, 5), (0, 5), (0, 1, 5)]
-    assert choose_layers(kinds, 7) == (0, 1, 2, 3, 4, 5, 6) and choose_layers(kinds, 20) == tuple(range(12))
+    assert choose_layers(kinds, 7) == (0, 1, 2, 3, 4, 5, 6) and choose_layers(kinds, 20) == tuple(
+        range(12)
+    )
 
 
 def test_policies_are_those_of_evenly_spaced_layers_of_each_kind():
-    plan = plan_of("gemma-3-27b").with_changes(keep_attention=31, keep_everything=16)  # the last layers
+    # the last layers
+    plan = plan_of("gemma-3-27b").with_changes(keep_attention=31, keep_everything=16)
     kept = rehearsal.truncate_plan(plan, 5, False).layout.kept
-    windowed, full = ([i for i, w in enumerate(plan.shape.windows) if bool(w) == is_windowed] for is_windowed in (1, 0))
+    windowed, full = (
+        [i for i, w in enumerate(plan.shape.windows) if bool(w) == is_windowed]
+        for is_windowed in (1, 0)
+    )
     expected = [windowed[n] for n in (6, 19, 32, 45)] + [full[5]]
     assert kept == tuple(plan.layout.kept[i] for i in expected) and len(set(kept)) == 3
 
@@ -306,10 +388,15 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
         ("window of 1024 (52", window, (1.5, 3.5)),
         ("full attention (10", full, (10.0, 40.0)),
     ):
-        planned = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, few.layout.kept[0])
+        planned = layer_seconds(
+            few.shape, few.layout, few.hardware, few.work, mixer, few.layout.kept[0]
+        )
         for i, direction in enumerate(("forward", "backward")):
             row = rows[f"layer {direction}, {kind} of 62 layers)"]
-            assert (row["planned"], row["measured"]) == (pytest.approx(planned[i].total), seconds[i])
+            assert (row["planned"], row["measured"]) == (
+                pytest.approx(planned[i].total),
+                seconds[i],
+            )
 
 
 def test_only_parameters_of_rehearsed_layers_are_counted():
@@ -317,7 +404,9 @@ def test_only_parameters_of_rehearsed_layers_are_counted():
     config = find_config("glm-4.5-air")
     truncated = rehearsal.truncate_plan(plan_of("glm-4.5-air"), 2, False, config=config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(truncate_config(AutoConfig.for_model(**config), truncated.layers))
+        model = AutoModelForCausalLM.from_config(
+            truncate_config(AutoConfig.for_model(**config), truncated.layers)
+        )
     assert truncated.shape.num_parameters == sum(param.numel() for param in model.parameters())
 
 
@@ -326,7 +415,8 @@ def test_only_parameters_of_rehearsed_layers_are_counted():
     [
         ("deepseek_v3", {"first_k_dense_replace": 3}, (0, 3)),
         ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 1]}, (0, 2)),
-        ("qwen2_moe", {"decoder_sparse_step": 3, "mlp_only_layers": []}, (0, 1, 2)),  # computed from the index
+        # computed from the index
+        ("qwen2_moe", {"decoder_sparse_step": 3, "mlp_only_layers": []}, (0, 1, 2)),
         ("gemma3_text", {"layer_types": None}, (0, 5)),
         ("smollm3", {"layer_types": None}, (0, 3)),  # without positions
         ("gemma4_text", {"global_head_dim": 32, "layer_types": None}, (0, 5)),
@@ -341,7 +431,9 @@ def test_a_truncated_configuration_has_a_layer_of_each_kind(family, changes, lay
 
 
 def test_a_layer_of_each_kind_runs(model):
-    config = tiny_config("qwen2", num_hidden_layers=4, max_window_layers=3, tie_word_embeddings=False)
+    config = tiny_config(
+        "qwen2", num_hidden_layers=4, max_window_layers=3, tie_word_embeddings=False
+    )
     model.write_text(json.dumps(config.to_dict()))
     result = rehearse(model, "--context", "64", "--layers", "1")
     assert result.exit_code == 0, result.output
@@ -355,7 +447,9 @@ def test_a_rehearsal_that_exceeds_free_memory_is_refused(model, monkeypatch):
     skip_work(monkeypatch)
     set_free_memory(monkeypatch, 2**22)
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "1M"]
-    assert_command_refused(arguments, "--context 1048576", "with 2 layers", fix="shorter --context or fewer --layers")
+    assert_command_refused(
+        arguments, "--context 1048576", "with 2 layers", fix="shorter --context or fewer --layers"
+    )
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
 
 
@@ -374,7 +468,8 @@ class CountWrites(TorchDispatchMode):
 def test_a_loopback_round_writes_a_few_times_however_many_rows_it_receives(sent, received):
     """What it receives is finite, nonzero and initialized."""
     torch.manual_seed(0)
-    own, output = torch.randn(sent, 2, 4), torch.full((received, 2, 4), torch.nan)
+    own = torch.randn(sent, 2, 4)
+    output = torch.full((received, 2, 4), torch.nan)
     with CountWrites() as writes:
         LoopbackGroup(0, 2).all_to_all_single(output, own, [0, received], [0, sent])
     assert writes.count <= 2

@@ -33,7 +33,12 @@ SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 def run_dir(tmp_path_factory) -> Path:
     """The directory of a training run with a profile."""
     folder = tmp_path_factory.mktemp("reported")
-    config = tiny_run(folder, model={"num_hidden_layers": 2}, train={"steps": 4, "save_every": 0}, profile={"every": 3})
+    config = tiny_run(
+        folder,
+        model={"num_hidden_layers": 2},
+        train={"steps": 4, "save_every": 0},
+        profile={"every": 3},
+    )
     train_rank(validate(config))
     assert config.train.run_dir is not None
     return config.train.run_dir
@@ -56,10 +61,13 @@ def test_a_finished_run_has_a_complete_report(run_dir):
 
 def test_the_report_has_the_planned_speed_of_a_gpu():
     """Over all ranks, with the update once per step."""
-    plan = Plan(find_shape("llama3-8b"), make_layout(32, cp=4), parse_gpus("8xH100"), StepShape(2**16))
+    plan = Plan(
+        find_shape("llama3-8b"), make_layout(32, cp=4), parse_gpus("8xH100"), StepShape(2**16)
+    )
     once, twice = (describe_plan(plan, accumulate) for accumulate in (1, 2))
     assert (
-        once["tokens_per_s"] == pytest.approx(2 * 2**16 / plan.step_s) and once["tokens_per_s"] < twice["tokens_per_s"]
+        once["tokens_per_s"] == pytest.approx(2 * 2**16 / plan.step_s)
+        and once["tokens_per_s"] < twice["tokens_per_s"]
     )
     assert sum(once["peak_bytes"].values()) == plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
 
@@ -76,7 +84,8 @@ def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):
 @pytest.mark.parametrize("planted", [".report.html.tmp", "report.html"])
 def test_links_planted_in_a_run_are_not_followed(run_dir, tmp_path, planted):
     """The run may be someone else's, and what its links lead to is the user's."""
-    run, victim = tmp_path / "run", tmp_path / "victim"
+    run = tmp_path / "run"
+    victim = tmp_path / "victim"
     run.mkdir()
     (run / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     victim.write_text("precious")
@@ -106,18 +115,31 @@ def damaged(run_dir, tmp_path) -> Path:
     shutil.copytree(run_dir, tmp_path / "run")
     run = tmp_path / "run"
     (run / "config.yaml").write_text("model: [1]\ndata: text\ntrain: {steps: {}}\n")
-    records = [{"step": None, "loss": 1}, {"step": [2], "loss": 1}, {"step": "3"}, {"step": 4, "loss": [1]}]
-    records += [{"step": 5, "loss": 2.0, "val_loss": {}, "host_peak_bytes": "much", "evaluate/loss": [1]}]
+    records = [
+        {"step": None, "loss": 1},
+        {"step": [2], "loss": 1},
+        {"step": "3"},
+        {"step": 4, "loss": [1]},
+    ]
+    records += [
+        {"step": 5, "loss": 2.0, "val_loss": {}, "host_peak_bytes": "much", "evaluate/loss": [1]}
+    ]
     records += [{"step": 6, "loss": 1.5, "experts/busiest/0": "x"}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + "[" * 9999 + "\n")
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + "[" * 9999 + "\n"
+    )
     (run / "plan.json").write_text('[{"layout": 1}]')
     (run / "machine.json").write_text('"a machine"')
     (run / "data.json").write_text("[" * 9999)
     (profile,) = run.glob("profile/*/profile.json")
-    profile.write_text(json.dumps(json.loads(profile.read_text()) | {"memory": {"holders": [1], "peak": {}}}))
+    profile.write_text(
+        json.dumps(json.loads(profile.read_text()) | {"memory": {"holders": [1], "peak": {}}})
+    )
     shutil.copytree(profile.parent, profile.parents[1] / "step-5 (copy)")
     (run / "evaluations").mkdir(exist_ok=True)
-    (run / "evaluations/step-4.json").write_text(json.dumps({"model": ["x"], "retrieval": [{"score": "1"}]}))
+    (run / "evaluations/step-4.json").write_text(
+        json.dumps({"model": ["x"], "retrieval": [{"score": "1"}]})
+    )
     (run / "evaluations/step-5 (copy).json").write_text("{}")
     return run
 
@@ -127,10 +149,17 @@ def test_a_damaged_run_has_a_report(damaged):
     assert (run["metrics"]["step"], run["metrics"]["loss"]) == ([4, 5, 6], [None, 2.0, 1.5])
     assert run["host_peak_bytes"] is run["plan"] is run["machine"] is run["data"] is None
     assert run["evaluation"]["model"] == ["x"] and run["profile"]["memory"]["holders"] == [1]
-    assert "has 4 lines that are not valid JSON" in CliRunner().invoke(app, ["report", str(damaged)]).stderr
+    assert (
+        "has 4 lines that are not valid JSON"
+        in CliRunner().invoke(app, ["report", str(damaged)]).stderr
+    )
     shutil.rmtree(damaged / "evaluations")
     (damaged / "evaluations/step-9.json").mkdir(parents=True)
-    assert_refused(lambda: write_report([damaged]), f"RUN_DIR={damaged} cannot be read", fix="restore its files")
+    assert_refused(
+        lambda: write_report([damaged]),
+        f"RUN_DIR={damaged} cannot be read",
+        fix="restore its files",
+    )
 
 
 def test_the_latest_profile_and_evaluation_are_shown(run_dir, tmp_path):
@@ -145,14 +174,17 @@ def test_the_latest_profile_and_evaluation_are_shown(run_dir, tmp_path):
 
 def test_the_page_fetches_nothing(run_dir):
     text = (run_dir / "report.html").read_text()
-    own = text.replace(text[text.index("<script>") : text.rindex("<script>")], "")  # without the chart library
+    # without the chart library
+    own = text.replace(text[text.index("<script>") : text.rindex("<script>")], "")
     assert "http://" not in own and "https://" not in own
     assert len(text) < 1_200_000
 
 
 def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
-    (tmp_path / "machine.json").write_text(json.dumps({"CPU": "</script><script>alert(1)</script>"}))
+    (tmp_path / "machine.json").write_text(
+        json.dumps({"CPU": "</script><script>alert(1)</script>"})
+    )
     page = write_report([tmp_path])
     assert embedded(page)[0]["machine"]["CPU"].startswith("</script>")
     assert page.read_text().count("<script>") == 2
@@ -160,18 +192,32 @@ def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_pat
 
 @pytest.fixture
 def with_bad_losses(run_dir, tmp_path) -> Path:
-    """A run with losses that are not finite, or whose perplexity is not, and with a file that a crash truncated."""
+    """A run with losses that are not finite, or whose perplexity is not, and with a file that a
+    crash truncated."""
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "extra: .nan\n")
-    losses = [(2.0, 3.0), (1e3, math.nan), (math.inf, 1e4), (1.5, 2.5), (1.25, -math.inf), (math.nan, None)]
-    steps = [{"step": i, "loss": loss, "val_loss": val_loss} for i, (loss, val_loss) in enumerate(losses)]
-    events = [{"step": i, "event": "the validation loss is not finite", "val_loss": "nan"} for i in (1, 4)]
+    losses = [
+        (2.0, 3.0),
+        (1e3, math.nan),
+        (math.inf, 1e4),
+        (1.5, 2.5),
+        (1.25, -math.inf),
+        (math.nan, None),
+    ]
+    steps = [
+        {"step": i, "loss": loss, "val_loss": val_loss} for i, (loss, val_loss) in enumerate(losses)
+    ]
+    events = [
+        {"step": i, "event": "the validation loss is not finite", "val_loss": "nan"} for i in (1, 4)
+    ]
     lines = [json.dumps(record) for record in (*steps, *events)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(line + "\n" for line in [*lines[:2], '{"step": 1, "lo', *lines[2:]])
     )
     (tmp_path / "plan.json").write_text('{"layout": {')
     (tmp_path / "evaluations").mkdir()
-    (tmp_path / "evaluations/step-2.json").write_text(json.dumps({"model": "a", "loss": math.nan, "retrieval": []}))
+    (tmp_path / "evaluations/step-2.json").write_text(
+        json.dumps({"model": "a", "loss": math.nan, "retrieval": []})
+    )
     write_report([tmp_path])
     return tmp_path
 
@@ -192,14 +238,19 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     for files in ({"config.yaml": "a: [1"}, {"config.yaml": "a: 1", "metrics.jsonl": None}):
         for name, text in files.items():
             (tmp_path / name).mkdir() if text is None else (tmp_path / name).write_text(text)
-        assert_refused(lambda: write_report([tmp_path]), f"RUN_DIR={tmp_path} cannot be read", fix="restore its files")
+        assert_refused(
+            lambda: write_report([tmp_path]),
+            f"RUN_DIR={tmp_path} cannot be read",
+            fix="restore its files",
+        )
 
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
 
 
 def in_browser(test):
-    """Mark a test that opens the page as slow, and skip it without a browser. Only one such test is fast."""
+    """Mark a test that opens the page as slow, and skip it without a browser. Only one such test is
+    fast."""
     return pytest.mark.slow(needs_browser(test))
 
 
@@ -231,7 +282,9 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     assert browser.complaints() == []
     drawn = browser.evaluate(DRAWN_PIXELS)
     assert len(drawn) == 6 + 3 * num_runs and min(drawn) > 500
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width, (
+        "no sideways scrolling"
+    )
     shown = browser.evaluate("document.body.innerText")
     assert (
         "all parameters trained" in shown
@@ -247,7 +300,8 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
 def test_losses_that_are_not_finite_are_not_drawn(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
     assert browser.complaints() == []
-    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500  # loss, perplexity
+    # loss, perplexity
+    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500
 
 
 @in_browser
@@ -266,7 +320,9 @@ RUN_PIXELS = """RUN_COLOURS.map(colour => {
   const canvas = document.querySelectorAll('.chart')[%d].querySelector('canvas');
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   let count = 0;
-  for (let i = 0; i < data.length; i += 4) count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+  for (let i = 0; i < data.length; i += 4) {
+    count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+  }
   return count;
 })"""
 
@@ -276,7 +332,9 @@ def test_equal_curves_are_all_seen(run_dir, browser, tmp_path):
     browser.open(write_report([run_dir] * 3, tmp_path / "page.html"))
     assert min(browser.evaluate(RUN_PIXELS % 0)[:3]) > 500
     result = {"loss": 1.0, "retrieval": []}
-    result["loss_by_position"] = [{"from": i, "to": 2 * i, "loss": 9.0 - i, "error": None} for i in (64, 128, 256)]
+    result["loss_by_position"] = [
+        {"from": i, "to": 2 * i, "loss": 9.0 - i, "error": None} for i in (64, 128, 256)
+    ]
     (tmp_path / "two.html").write_text(render_results([result | {"model": name} for name in "ab"]))
     browser.open(tmp_path / "two.html")
     assert browser.complaints() == [] and min(browser.evaluate(RUN_PIXELS % 0)[:2]) > 500
@@ -285,7 +343,9 @@ def test_equal_curves_are_all_seen(run_dir, browser, tmp_path):
 @in_browser
 def test_the_latest_losses_are_shown_even_if_they_are_not_finite(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
-    cards = browser.evaluate("[...document.querySelectorAll('.card')].map(c => c.innerText.split('\\n').reverse())")
+    cards = browser.evaluate(
+        "[...document.querySelectorAll('.card')].map(c => c.innerText.split('\\n').reverse())"
+    )
     values = {name.lower(): value for name, value in cards if "loss" in name.lower()}
     assert values == {
         "loss": "not finite",
@@ -307,7 +367,9 @@ def test_a_long_run_is_drawn(run_dir, browser, tmp_path):
 @in_browser
 def test_planned_and_measured_speed_and_peak_are_shown_together(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
-    (tmp_path / "plan.json").write_text(json.dumps({"tokens_per_s": 3440, "peak_bytes": {"parameters": 3 * 2**30}}))
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"tokens_per_s": 3440, "peak_bytes": {"parameters": 3 * 2**30}})
+    )
     record = {"step": 1, "loss": 0.7, "tokens_per_s": 3410, "device_peak_bytes": 2 * 2**30}
     record |= {"device_unused_bytes": 2**29, "allocator_retries": 4}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -320,7 +382,9 @@ def test_planned_and_measured_speed_and_peak_are_shown_together(run_dir, browser
 @in_browser
 def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n"
+    )
     bases = {"nf4": "nf4", "bf16": "float32"}  # bf16: not packed, in the compute dtype
     (tmp_path / "plan.json").write_text(json.dumps({"layout": {"dtype": "float32"}}))
     for loss, base in (("cross_entropy", "nf4"), ("dpo", "bf16")):
@@ -335,18 +399,26 @@ def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
 @in_browser
 def test_the_load_of_experts_is_drawn_by_layer(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
-    loads = {f"experts/{what}/{i}": 0.125 * (i + 1) for i in range(7) for what in ("busiest", "entropy")}
+    loads = {
+        f"experts/{what}/{i}": 0.125 * (i + 1) for i in range(7) for what in ("busiest", "entropy")
+    }
     steps = [{"step": i, "loss": 2.0, "aux_loss": 1.5 + i, **loads} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     browser.open(write_report([tmp_path]))
     assert browser.complaints() == []
-    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 + 3 and min(drawn) > 500  # loss, perplexity
+    # loss, perplexity
+    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 + 3 and min(drawn) > 500
     shown = browser.evaluate("document.body.innerText")
-    assert all(text in shown for text in ("Auxiliary loss", "Busiest expert", "Balance of experts", "6\t0.875\t0.875"))
+    assert all(
+        text in shown
+        for text in ("Auxiliary loss", "Busiest expert", "Balance of experts", "6\t0.875\t0.875")
+    )
 
 
 # Right edges of the cells in the row of the largest allocation, and whether its shape is visible.
-LARGEST_ROW = """(cells => [cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()])(
+LARGEST_ROW = """(cells => [
+  cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()
+])(
   [...document.querySelectorAll('.folds tbody tr')[0].children])"""
 
 
@@ -365,8 +437,13 @@ def test_a_run_without_a_profile_is_marked_in_a_comparison(run_dir, browser, tmp
         (tmp_path / name).symlink_to(run_dir / name)
     browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"))
     for title in ("Memory map", "Where the time goes"):
-        boxes = f"[...document.querySelectorAll('section')].find(s => s.innerText.startsWith('{title}'))"
-        shown = browser.evaluate(f"[...{boxes}.querySelectorAll('.runs > *')].map(box => box.innerText)")
+        boxes = (
+            "[...document.querySelectorAll('section')].find(s => "
+            f"s.innerText.startsWith('{title}'))"
+        )
+        shown = browser.evaluate(
+            f"[...{boxes}.querySelectorAll('.runs > *')].map(box => box.innerText)"
+        )
         assert ["not profiled" in text.lower() for text in shown] == [False, True]
 
 
@@ -385,14 +462,25 @@ def test_the_latest_evaluation_is_drawn_with_its_heat_maps(run_dir, browser, tmp
         results = {"model": f"run, step {step}", "retrieval": cells}
         (tmp_path / "evaluations" / f"step-{step}.json").write_text(json.dumps(results))
         figures = {"loss": 3.0, "long_context_gain": -0.1}
-        figures |= {f"retrieval/{task}/{n}": 0.5 for task in ("single", "variables") for n in (900, 65536)}
-        records.append({"step": 90 + step} | {f"evaluate/{name}": value for name, value in figures.items()})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        figures |= {
+            f"retrieval/{task}/{n}": 0.5 for task in ("single", "variables") for n in (900, 65536)
+        }
+        records.append(
+            {"step": 90 + step} | {f"evaluate/{name}": value for name, value in figures.items()}
+        )
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"), 390)
-    assert browser.complaints() == [] and browser.evaluate("document.documentElement.scrollWidth") <= 390
+    assert (
+        browser.complaints() == []
+        and browser.evaluate("document.documentElement.scrollWidth") <= 390
+    )
     titles = browser.evaluate("[...document.querySelectorAll('h3')].map(title => title.innerText)")
     assert {"Evaluation", "Long-context gain", "Retrieval", "single", "variables"} <= set(titles)
-    heat = browser.evaluate("[...document.querySelectorAll('.heat')].map(map => map.innerText.split(/\\s+/).join(' '))")
+    heat = browser.evaluate(
+        "[...document.querySelectorAll('.heat')].map(map => map.innerText.split(/\\s+/).join(' '))"
+    )
     assert [text.strip() for text in heat] == ["0% 50% 100% 900 0 0.5 1 64K 0 0.5 1"] * 2, (
         "the latest evaluation of the run that has any"
     )
@@ -400,7 +488,8 @@ def test_the_latest_evaluation_is_drawn_with_its_heat_maps(run_dir, browser, tmp
 
 # Tick labels of each chart and axis.
 TICK_LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
-  chart.live.getModel().getComponent(name, 0).axis.getViewLabels().map(label => label.formattedLabel)))"""
+  chart.live.getModel().getComponent(name, 0).axis.getViewLabels()
+    .map(label => label.formattedLabel)))"""
 
 
 @in_browser
@@ -409,7 +498,9 @@ def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
     """This includes nearly equal values and a zoomed-in memory map."""
     for name in ("config.yaml", "profile"):
         (tmp_path / name).symlink_to(run_dir / name)
-    steps = [{"step": i, "loss": 2.5504 + i / 10_000, "tokens_per_s": 12_040.0 + 7 * i} for i in range(9)]
+    steps = [
+        {"step": i, "loss": 2.5504 + i / 10_000, "tokens_per_s": 12_040.0 + 7 * i} for i in range(9)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     width, dark = SIZES[size]
     browser.open(write_report([tmp_path]), width, dark=dark)
@@ -429,7 +520,8 @@ def test_names_in_a_run_are_text_in_every_tooltip(run_dir, browser, tmp_path):
         shutil.copytree(run_dir, folder)
         (file,) = folder.glob("profile/*/profile.json")
         profile = json.loads(file.read_text())
-        memory, times = profile["memory"], profile["times"]
+        memory = profile["memory"]
+        times = profile["times"]
         memory["holders"] = {planted + name: values for name, values in memory["holders"].items()}
         memory["moments"] = [planted for _ in memory["moments"]]
         for path in times["phases"]:
@@ -460,7 +552,9 @@ def test_memory_categories_have_tooltips_and_can_be_hidden(run_dir, browser):
     assert "total shown" in browser.evaluate(tip) and "parameters" in browser.evaluate(tip)
     option = "charts[6].live.getOption()"
     first = browser.evaluate(f"{option}.series[0].name")
-    browser.evaluate(f"charts[6].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})")
+    browser.evaluate(
+        f"charts[6].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})"
+    )
     assert browser.evaluate(f"{option}.legend[0].selected['{first}']") is False
     browser.evaluate("charts[6].live.dispatchAction({type: 'dataZoom', start: 20, end: 40})")
     assert browser.evaluate(f"{option}.dataZoom[0].start") == 20
@@ -476,7 +570,9 @@ def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_pat
     both = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     for folder, rate in zip(both, ("lr: 0.01", "lr: 0.02"), strict=True):
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("lr: 0.01", rate))
+        (folder / "config.yaml").write_text(
+            (run_dir / "config.yaml").read_text().replace("lr: 0.01", rate)
+        )
         shutil.copy(run_dir / "metrics.jsonl", folder)
     browser.open(write_report(both, tmp_path / "page.html"))
     lines = browser.evaluate(
@@ -487,15 +583,22 @@ def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_pat
     shown = browser.evaluate("document.body.innerText")
     differs = shown.partition("Differences")[2].partition("Plan,")[0].split()
     assert "optim.lr" in differs and "0.02" in differs and "optim.eps" not in differs
-    choose = "(s => { s.value = '{}'; s.dispatchEvent(new Event('change')); })(document.getElementById('{}'))"
+    choose = (
+        "(s => { s.value = '{}'; s.dispatchEvent(new Event('change')); "
+        "})(document.getElementById('{}'))"
+    )
     last = "charts[0].live.getOption().series[0].data.at(-1)"
-    (step, loss), tokens = browser.evaluate(last), 61 * 4
+    (step, loss) = browser.evaluate(last)
+    tokens = 61 * 4
     browser.evaluate(choose.replace("{}", "tokens", 1).replace("{}", "x"))
     browser.evaluate(choose.replace("{}", "most", 1).replace("{}", "smooth"))
     assert browser.evaluate(last)[0] == tokens and step == 4
     assert loss < browser.evaluate(last)[1] < 6, "an average with earlier steps"
     browser.evaluate(choose.replace("{}", "hours", 1).replace("{}", "x"))
-    assert 0 < browser.evaluate(last)[0] < 1 and browser.evaluate("location.hash") == "#x=hours&smooth=most"
+    assert (
+        0 < browser.evaluate(last)[0] < 1
+        and browser.evaluate("location.hash") == "#x=hours&smooth=most"
+    )
     assert browser.complaints() == []
 
 

@@ -21,9 +21,15 @@ def resumed_copy(config, folder, step):
     return moved(config, copy_run_at_step(config.train.run_dir, folder, step))
 
 
-@pytest.mark.parametrize("num_ranks,cp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])  # (2, 2) below
+# (2, 2) below
+@pytest.mark.parametrize("num_ranks,cp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
-    optim = {"lr": 1e-2, "schedule": "wsd", "cooldown_steps": 2, "lr_factors": {"embed": 0.1, "0.*norm": 2}}
+    optim = {
+        "lr": 1e-2,
+        "schedule": "wsd",
+        "cooldown_steps": 2,
+        "lr_factors": {"embed": 0.1, "0.*norm": 2},
+    }
     config = tiny_run(tmp_path, parallel={"cp": cp}, optim=optim)
     ranks.run(num_ranks, run, config)
     expected = bitwise_metrics(config.train.run_dir)
@@ -38,7 +44,9 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
     ranks.run(2, run, config)
     again = resumed_copy(config, tmp_path / "again", step=2)
     ranks.run(1, run, again, again.train.run_dir)
-    losses, resumed_losses = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, again))
+    losses, resumed_losses = (
+        [r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, again)
+    )
     assert resumed_losses == pytest.approx(losses, rel=1e-5)
 
 
@@ -50,8 +58,10 @@ def compute_in_bf16():
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
-    """Kills the run at a random pass of each of three points; `make faults` kills a hundred runs at five points."""
-    undisturbed, choice = faults.configured(tmp_path / "undisturbed"), random.Random(5)
+    """Kills the run at a random pass of each of three points; `make faults` kills a hundred runs at
+    five points."""
+    undisturbed = faults.configured(tmp_path / "undisturbed")
+    choice = random.Random(5)
     ranks.run(2, compute_in_bf16)  # the killed ranks are new processes, which have not done this
     ranks.run(2, run, undisturbed)
     config = moved(undisturbed, tmp_path / "run")
@@ -62,21 +72,39 @@ def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
 
 
 def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
-    """config.yaml has absolute paths. The relative paths that the run started with do not count as changed."""
-    start, elsewhere = tmp_path / "start [1]", tmp_path / "elsewhere"  # with characters special to glob
+    """config.yaml has absolute paths. The relative paths that the run started with do not count as
+    changed."""
+    # with characters special to glob
+    start = tmp_path / "start [1]"
+    elsewhere = tmp_path / "elsewhere"
     start.mkdir()
     elsewhere.mkdir()
     monkeypatch.chdir(start)
     sources = [{"path": "texts/0*.txt"}, {"path": "texts/1*.txt"}]
-    data = {"path": None, "sources": sources, "validation_path": "texts/20.txt", "tokenizer": "bytes", "context": 30}
-    config = tiny_run(Path("."), data=data, train={"run_dir": "run", "steps": 2, "save_every": 0, "validate_every": 0})
+    data = {
+        "path": None,
+        "sources": sources,
+        "validation_path": "texts/20.txt",
+        "tokenizer": "bytes",
+        "context": 30,
+    }
+    config = tiny_run(
+        Path("."),
+        data=data,
+        train={"run_dir": "run", "steps": 2, "save_every": 0, "validate_every": 0},
+    )
     Path("bytes").mkdir()  # the tokenizer is still the built-in one
     run(config)
     assert "random weights" in capsys.readouterr().out
     saved = load_config(start / "run" / "config.yaml")
-    assert saved.model.path == start / "config.json" and saved.data.validation_path == start / "texts/20.txt"
+    assert (
+        saved.model.path == start / "config.json"
+        and saved.data.validation_path == start / "texts/20.txt"
+    )
     assert saved.data.tokenizer == "bytes" and not saved.data.sources[0].path.exists()
-    same = validate(resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run"))
+    same = validate(
+        resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run")
+    )
     assert {*same.changed} == {"train.steps", "optim.decay_steps"}
     monkeypatch.chdir(elsewhere)
     again = resolve(None, ["train.steps=3"], start / "run")
@@ -84,7 +112,10 @@ def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
     assert "random weights" not in capsys.readouterr().out
     lines = metrics(start / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert {key for line in lines for key in line if key.startswith("loss/")} == {"loss/0*", "loss/1*"}
+    assert {key for line in lines for key in line if key.startswith("loss/")} == {
+        "loss/0*",
+        "loss/1*",
+    }
 
 
 def test_finished_run_is_not_resumed_without_more_steps(ranks, tmp_path):
@@ -109,9 +140,10 @@ def test_a_longer_run_keeps_its_learning_rate(ranks, tmp_path):
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
     [output] = ranks.run(1, resume, longer)
     assert re.search(r"lr .*cosine.*--set optim.decay_steps=10\n", output)
-    assert re.search(r"validation loss +\d\.\d+ -> \d\.\d+, first and last since the resume after step 3\n", output), (
-        output
-    )
+    assert re.search(
+        r"validation loss +\d\.\d+ -> \d\.\d+, first and last since the resume after step 3\n",
+        output,
+    ), output
     rates = [line["lr"] for line in metrics(config.train.run_dir) if line["lr"] is not None]
     assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
 
@@ -121,12 +153,15 @@ def test_changed_settings_are_reported_and_take_effect(ranks, tmp_path):
     ranks.run(1, run, config)
     for steps, context in ((2, 90), (3, 90)):
         train = dataclasses.replace(config.train, steps=steps)
-        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, context=context))
+        config = dataclasses.replace(
+            config, train=train, data=dataclasses.replace(config.data, context=context)
+        )
         [output] = ranks.run(1, resume, config)
         assert f" {steps} (was {steps - 1})" in output
         assert ("data.context  90 (was 61)" in output) == (steps == 2)
         loss = metrics(config.train.run_dir)[-1]["val_loss"]
-        assert re.search(rf"validation loss +{loss:.4f}\n", output)  # not the loss at the other context
+        # not the loss at the other context
+        assert re.search(rf"validation loss +{loss:.4f}\n", output)
     assert load_config(tmp_path / "run/config.yaml") == config
     lines = metrics(config.train.run_dir)
     assert [line["tokens"] for line in lines] == [0, 61, 61 + 90, 61 + 90 + 90]

@@ -17,11 +17,13 @@ TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}
 
 
 def bits_of_a_step(cp, **options):
-    """Return the loss and all gradients. Checks that a step on other tokens, which fills the pool, changes none."""
+    """Return the loss and all gradients. Checks that a step on other tokens, which fills the pool,
+    changes none."""
     layout = Layout(cp, tile_tokens=5, kept=(options.pop("keeps"),) * 2, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
     model = parallelize_model(model, mesh=make_mesh(cp), layout=layout)
-    first, steps = random_ids(1, 18), []
+    first = random_ids(1, 18)
+    steps = []
     for ids in (first, first.flip(1), first):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -35,7 +37,8 @@ def bits_of_a_step(cp, **options):
 
 
 def compare_variants(cp, heads_per_stage, kept, every):
-    first, wrong = None, []
+    first = None
+    wrong = []
     for overlap in (True, False):
         for tier, more in TIERS.items() if overlap or every else [("disk", TIERS["disk"])]:
             policy = ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)
@@ -50,12 +53,17 @@ def compare_variants(cp, heads_per_stage, kept, every):
     "cp, heads_per_stage, kept",
     [
         (2, 2, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1, True), (2, None, True), (2, 2, False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, True), (2, None, True), (2, 2, False))
+        ),
     ],
 )
 def test_bits_do_not_depend_on_tier_or_overlap(ranks, cp, heads_per_stage, kept, pytestconfig):
     """Without overlap only one tier runs, unless --slow is set."""
-    for wrong in ranks.run(cp, compare_variants, cp, heads_per_stage, kept, pytestconfig.getoption("--slow")):
+    for wrong in ranks.run(
+        cp, compare_variants, cp, heads_per_stage, kept, pytestconfig.getoption("--slow")
+    ):
         assert wrong == []
 
 
@@ -69,7 +77,8 @@ def with_memory(config, folder, **memory):
 
 @pytest.mark.slow
 def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconfig):
-    """Every number is equal, also after resuming from a checkpoint of the other run and, with --slow, from its own."""
+    """Every number is equal, also after resuming from a checkpoint of the other run and, with
+    --slow, from its own."""
     plain = tiny_run(
         tmp_path,
         model={"num_hidden_layers": 2},
@@ -82,7 +91,9 @@ def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconf
     expected = bitwise_metrics(plain.train.run_dir)
     assert bitwise_metrics(offloaded.train.run_dir) == expected
     for made_by in (plain, offloaded) if pytestconfig.getoption("--slow") else (plain,):
-        again = with_memory(plain, tmp_path / f"after-{made_by.train.run_dir.name}", offload_optimizer=True)
+        again = with_memory(
+            plain, tmp_path / f"after-{made_by.train.run_dir.name}", offload_optimizer=True
+        )
         copy_run_at_step(made_by.train.run_dir, again.train.run_dir, step=1)
         ranks.run(2, run, again, again.train.run_dir)
         assert bitwise_metrics(again.train.run_dir) == expected
@@ -91,7 +102,10 @@ def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconf
 @pytest.mark.slow
 def test_tiers_give_identical_runs(ranks, tmp_path):
     plain = tiny_run(
-        tmp_path, model={"num_hidden_layers": 2}, parallel={"cp": 2}, train={"steps": 2, "validate_every": 0}
+        tmp_path,
+        model={"num_hidden_layers": 2},
+        parallel={"cp": 2},
+        train={"steps": 2, "validate_every": 0},
     )
     ranks.run(2, run, plain)
     for tier in ("host", "disk"):

@@ -21,11 +21,13 @@ LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
 
 
 def save_parallel(plain, folder, replicas=1, **settings):
-    """Save from two ranks after a forward, when the root's parameters are still gathered in the compute dtype."""
+    """Save from two ranks after a forward, when the root's parameters are still gathered in the
+    compute dtype."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def work():
-        mesh, layout = make_mesh(2, replicas=replicas), Layout(cp=2, dtype="bfloat16", replicas=replicas)
+        mesh = make_mesh(2, replicas=replicas)
+        layout = Layout(cp=2, dtype="bfloat16", replicas=replicas)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout)
         with torch.no_grad():
             model(input_ids=random_ids(1, 6))
@@ -42,10 +44,14 @@ def test_models_equal_those_saved_by_transformers(tmp_path, family):
     plain.save_pretrained(tmp_path / "plain")
     folder = save_parallel(plain, tmp_path, max_shard_size=LARGEST)
     files = [load_file(file) for file in sorted(tmp_path.glob("model-*.safetensors"))]
-    assert len(files) > 2 and all(sum(tensor.nbytes for tensor in file.values()) <= LARGEST for file in files)
+    assert len(files) > 2 and all(
+        sum(tensor.nbytes for tensor in file.values()) <= LARGEST for file in files
+    )
     expected = load_file(tmp_path / "plain" / "model.safetensors")
     saved = {name: tensor for file in files for name, tensor in file.items()}
-    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert saved.keys() == expected.keys() and all(
+        torch.equal(saved[name], expected[name]) for name in saved
+    )
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.named_parameters())
     save_parallel(plain, tmp_path, replicas=2)
@@ -53,18 +59,26 @@ def test_models_equal_those_saved_by_transformers(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.slow), {"modules_to_save": ["lm_head"], "use_rslora": True}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"modules_to_save": ["lm_head"], "use_rslora": True},
+    ],
 )
 def test_adapters_equal_those_of_peft(tmp_path, changes):
     config = tiny_config("qwen2", tie_word_embeddings=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lora = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **changes)
+        lora = LoraConfig(
+            r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **changes
+        )
         plain = get_peft_model(tiny_model(config, torch.float32), lora, "mine")
         expected = get_peft_model_state_dict(plain, adapter_name="mine")
         folder = save_parallel(plain, tmp_path)
         saved = load_file(folder / "adapter_model.safetensors")
-        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
+        assert saved.keys() == expected.keys() and all(
+            torch.equal(saved[name], expected[name]) for name in saved
+        )
         loaded = PeftModel.from_pretrained(tiny_model(config, torch.float32), folder)
     ids = random_ids(1, 6)
     assert torch.equal(loaded.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
@@ -78,6 +92,8 @@ def test_errors_are_raised_on_every_rank(tmp_path):
         model = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2))
         with pytest.raises(OSError, match="rank 0.*FileExistsError"):
             model.save_pretrained(tmp_path / "file")
-        assert_refused(lambda: model.save_pretrained(tmp_path, variant="fp16"), "variant=", fix="leave it out")
+        assert_refused(
+            lambda: model.save_pretrained(tmp_path, variant="fp16"), "variant=", fix="leave it out"
+        )
 
     run_on_threads(2, work)

@@ -1,5 +1,5 @@
-"""The gated delta rule and Mamba2's scan over ranks, packed documents and forests, against each branch alone in
-transformers, in fp64."""
+"""The gated delta rule and Mamba2's scan over ranks, packed documents and forests, against each
+branch alone in transformers, in fp64."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,17 +14,25 @@ from ithaka.blocks.tiles import GradSum, tile_slices
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.inputs import CallState, LayerInputs
+from ithaka.layer.mixer import MixerCall
+from ithaka.layer.store import TensorHandle
+from ithaka.layout import ActivationPolicy
 from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.recurrent import RecurrentMixer
 from ithaka.ops import delta_rule, scan, ssd
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
-from ithaka.ops.scan import Halos, LocalDocs, StateGraph, short_convolution
+from ithaka.ops.scan import short_convolution
 from ithaka.ops.ssd import Ssd, SsdInputs
+from ithaka.ops.state_graph import Halos, LocalDocs, StateGraph
 from threads import run_on_threads
 
-TOKENS, KEY_HEADS, HEADS, K, V = 60, 2, 4, 5, 6
-# Starts of documents, and their parents. 60 tokens on 1 to 5 ranks, in chunks of 4: ends on, before and after the
-# boundaries of ranks (12, 15, 20, 30), chunks and segments.
+TOKENS = 60
+KEY_HEADS = 2
+HEADS = 4
+K = 5
+V = 6
+# Starts of documents, and their parents. 60 tokens on 1 to 5 ranks, in chunks of 4: ends on, before
+# and after the boundaries of ranks (12, 15, 20, 30), chunks and segments.
 FORESTS = {
     "one document": ((0, 60), ()),
     "packed": ((0, 11, 12, 13, 19, 20, 21, 30, 44, 60), ()),
@@ -41,24 +49,32 @@ def small_chunks(monkeypatch):
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(TOKENS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        TOKENS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def log_decays() -> Tensor:
     """Decays from 1e-6 to 1 - 1e-6."""
-    spread = torch.rand(TOKENS, HEADS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    spread = torch.rand(
+        TOKENS, HEADS, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     return (1e-6 + (1 - 2e-6) * torch.where(spread > 0.5, 1 - (1 - spread) ** 6, spread**3)).log()
 
 
 class Delta:
     def inputs(self) -> DeltaInputs:
         q, k = (draw(KEY_HEADS, K, seed=seed) for seed in (0, 1))
-        return DeltaInputs(q, k, draw(HEADS, V, seed=2), log_decays(), draw(HEADS, seed=4).sigmoid())
+        return DeltaInputs(
+            q, k, draw(HEADS, V, seed=2), log_decays(), draw(HEADS, seed=4).sigmoid()
+        )
 
     def plain(self, inputs: list[Tensor]) -> Tensor:
         q, k, v, g, beta = (t[None] for t in inputs[:5])
         q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 2) for t in (q, k))
-        return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0][0]
+        return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[
+            0
+        ][0]
 
     def make(self, inputs: DeltaInputs, docs: LocalDocs, dskip: Tensor) -> DeltaRule:
         return DeltaRule(inputs, docs)
@@ -73,9 +89,13 @@ class Mamba:
         """Token by token: in transformers, g is a constant times dt."""
         q, k, v, g, dt, skip = inputs
         q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (q, k))
-        state, outs = torch.zeros(HEADS, K, V, dtype=torch.float64), []
+        state = torch.zeros(HEADS, K, V, dtype=torch.float64)
+        outs = []
         for i in range(len(q)):
-            state = g[i].exp()[:, None, None] * state + dt[i, :, None, None] * k[i, ..., None] * v[i, :, None]
+            state = (
+                g[i].exp()[:, None, None] * state
+                + dt[i, :, None, None] * k[i, ..., None] * v[i, :, None]
+            )
             outs.append((q[i, ..., None] * state).sum(1) + skip[:, None] * v[i])
         return torch.stack(outs)
 
@@ -90,12 +110,15 @@ def paths(starts: tuple[int, ...], parents: tuple[int, ...]) -> list[list[int]]:
     """Return the tokens from the root to the end of each document."""
     tokens: list[list[int]] = []
     for i, (a, b) in enumerate(pairwise(starts)):
-        tokens.append((tokens[parents[i]] if parents and parents[i] >= 0 else []) + list(range(a, b)))
+        tokens.append(
+            (tokens[parents[i]] if parents and parents[i] >= 0 else []) + list(range(a, b))
+        )
     return tokens
 
 
 def run_alone(kind, dout: Tensor, starts, parents) -> list[Tensor]:
-    """Return the output and all gradients, with each branch computed alone. Each token's output counts once."""
+    """Return the output and all gradients, with each branch computed alone. Each token's output
+    counts once."""
     leaves = [t.clone().requires_grad_() for t in (*kind.inputs(), SKIP)]
     out = [None] * TOKENS
     for path in paths(starts, parents):
@@ -111,16 +134,24 @@ def run_alone(kind, dout: Tensor, starts, parents) -> list[Tensor]:
 
 def run_ranks(kind, dout: Tensor, starts, parents, cp: int) -> list[Tensor]:
     """Return the same from `cp` ranks that pass on their maps."""
-    s, dskip = TOKENS // cp, torch.zeros_like(SKIP)
-    parts = [type(kind.inputs())(*(t[r * s : (r + 1) * s].clone() for t in kind.inputs())) for r in range(cp)]
+    s = TOKENS // cp
+    dskip = torch.zeros_like(SKIP)
+    parts = [
+        type(kind.inputs())(*(t[r * s : (r + 1) * s].clone() for t in kind.inputs()))
+        for r in range(cp)
+    ]
     docs = [LocalDocs(starts, r * s, s, 1, "cpu", parents) for r in range(cp)]
     scans = [kind.make(part, own, dskip) for part, own in zip(parts, docs, strict=True)]
-    maps, outs, states = torch.stack([each.summarize() for each in scans]), [], []
+    maps = torch.stack([each.summarize() for each in scans])
+    outs = []
+    states = []
     for each in scans:
         out, kept = each.forward(each.combine(maps))
         outs.append(out)
         states.append(kept)
-    maps = torch.stack([each.summarize_grad(d) for each, d in zip(scans, dout.split(s), strict=True)])
+    maps = torch.stack(
+        [each.summarize_grad(d) for each, d in zip(scans, dout.split(s), strict=True)]
+    )
     for each, kept, d in zip(scans, states, dout.split(s), strict=True):
         each.backward(kept, d, each.combine_grad(maps))
     return [torch.cat(outs), *(torch.cat(grads) for grads in zip(*parts, strict=True)), dskip]
@@ -132,17 +163,24 @@ def test_output_and_gradients_match_each_branch_alone(kind, forest):
     dout = draw(HEADS, V, seed=6)
     wanted = run_alone(kind(), dout, *FORESTS[forest])
     for cp in (1, 2, 3, 4, 5):
-        for got, expected in zip(run_ranks(kind(), dout, *FORESTS[forest], cp), wanted, strict=True):
-            assert float((got - expected).abs().max()) < 1e-10 * max(1e-20, float(expected.abs().max())), cp
+        for got, expected in zip(
+            run_ranks(kind(), dout, *FORESTS[forest], cp), wanted, strict=True
+        ):
+            assert float((got - expected).abs().max()) < 1e-10 * max(
+                1e-20, float(expected.abs().max())
+            ), cp
 
 
 def test_a_convolution_reads_only_its_document():
-    x, weight = draw(5, seed=7), draw(5, seed=8)[:4].t()
+    x = draw(5, seed=7)
+    weight = draw(5, seed=8)[:4].t()
     starts = (0, 1, 2, 7, 12, 60)
     ids = LocalDocs(starts, 0, TOKENS, 3, "cpu").tile_ids(slice(0, TOKENS))
     assert ids is not None and ids[:3].tolist() == [0, 0, 0]
     wanted = [
-        torch.nn.functional.conv1d(x[a:b].t()[None], weight[:, None], padding=3, groups=5)[0, :, : b - a].t()
+        torch.nn.functional.conv1d(x[a:b].t()[None], weight[:, None], padding=3, groups=5)[
+            0, :, : b - a
+        ].t()
         for a, b in pairwise(starts)
     ]
     torch.testing.assert_close(short_convolution(x, weight, None, ids[3:]), torch.cat(wanted))
@@ -153,9 +191,18 @@ def test_a_convolution_reads_only_its_document():
 def test_halos_are_the_tokens_before_and_return_their_gradients(forest, cp):
     """Every rank reads the last 3 tokens on the paths to its first token and to its forks."""
     starts, parents = FORESTS[forest]
-    x, s, graph = 1 + draw(2, seed=9).abs(), TOKENS // cp, StateGraph(starts, parents, TOKENS // cp)
-    before = {path[i]: path[max(0, i - 3) : i] for path in paths(starts, parents) for i in range(len(path))}
-    halos, parts, sent, returned = [Halos(graph, rank, 3, "cpu") for rank in range(cp)], x.split(s), [], []
+    x = 1 + draw(2, seed=9).abs()
+    s = TOKENS // cp
+    graph = StateGraph(starts, parents, TOKENS // cp)
+    before = {
+        path[i]: path[max(0, i - 3) : i]
+        for path in paths(starts, parents)
+        for i in range(len(path))
+    }
+    halos = [Halos(graph, rank, 3, "cpu") for rank in range(cp)]
+    parts = x.split(s)
+    sent = []
+    returned = []
     for each, part in zip(halos, parts, strict=True):  # what each rank sends
         each.collect(part, lambda own: sent.append(own) or own.new_zeros(cp, *own.shape))
     wanted_grad = torch.zeros_like(x)
@@ -165,11 +212,14 @@ def test_halos_are_the_tokens_before_and_return_their_gradients(forest, cp):
         assert {rank * s + a for a in each.starts} == firsts
         for start, halo in zip(each.starts, found, strict=True):
             tokens = before[rank * s + start]
-            torch.testing.assert_close(halo, torch.cat([x.new_zeros(3 - len(tokens), 2), x[tokens]]))
+            torch.testing.assert_close(
+                halo, torch.cat([x.new_zeros(3 - len(tokens), 2), x[tokens]])
+            )
             wanted_grad[tokens] += halo[3 - len(tokens) :] * (start + 1)
         scale = 1 + torch.tensor(each.starts)[:, None, None]
         returned.append((found * scale).flatten(0, 1))
-    grad, width = torch.zeros_like(x), max(map(len, returned))
+    grad = torch.zeros_like(x)
+    width = max(map(len, returned))
     padded = torch.stack([torch.nn.functional.pad(d, (0, 0, 0, width - len(d))) for d in returned])
     for rank, each in enumerate(halos):
         each.collect_backward(returned[rank], grad[rank * s : (rank + 1) * s], lambda own: padded)
@@ -177,25 +227,27 @@ def test_halos_are_the_tokens_before_and_return_their_gradients(forest, cp):
 
 
 class ConvolvingLayer:
-    """A layer whose capture pass is a convolution over 4 tokens, without weights that are trained."""
+    """A layer whose capture pass is a convolution over 4 tokens, without weights that are
+    trained."""
 
     def __init__(self, group, tile_tokens: int) -> None:
-        self.group, self.slices = group, tile_slices(TOKENS // group.size(), tile_tokens)
+        self.group = group
+        self.slices = tile_slices(TOKENS // group.size(), tile_tokens)
         self.halo_keys: dict[int, Tensor] = {}  # by the first row of a tile
 
-    def start_tile(self, saved, rows: slice, halo_keys_w: Tensor | None = None) -> None:
+    def start_tile(self, call, rows: slice, halo_keys_w: Tensor | None = None) -> None:
         self.halo_keys[rows.start] = halo_keys_w
 
-    def input_tiles(self, saved):
-        yield from ((rows, saved.x_sD[rows]) for rows in self.slices)
+    def input_tiles(self, call):
+        return zip(self.slices, call.x.tiles(self.slices), strict=True)
 
     def convolve(self, x_tD: Tensor, ids_t: Tensor | None) -> Tensor:
         return short_convolution(x_tD, draw(5, seed=8)[:4].t(), None, ids_t)
 
-    def project(self, saved, tiles):
+    def project(self, call, tiles):
         return [torch.cat([self.convolve(x_tD, inputs.ids_t)[3:] for _, x_tD, inputs in tiles])], []
 
-    def project_backward(self, saved, tiles, grads_of, grads):
+    def project_backward(self, call, tiles, grads_of, grads):
         for rows, x_tD, inputs in tiles:
             x_tD.requires_grad_()
             y_tD = self.convolve(x_tD, inputs.ids_t)[3:]
@@ -206,8 +258,10 @@ class ConvolvingLayer:
 @pytest.mark.parametrize("cp, tile_tokens", [(1, 7), (3, 60), (3, 7), (5, 2)])
 def test_tiles_and_ranks_return_the_gradients_of_their_halos(cp, tile_tokens, forest):
     """Each tile reads 3 tokens of the tile or rank before, or of a document's parent."""
-    (starts, parents), s = FORESTS[forest], TOKENS // cp
-    x, dy = draw(5, seed=7).requires_grad_(), draw(5, seed=6)
+    (starts, parents) = FORESTS[forest]
+    s = TOKENS // cp
+    x = draw(5, seed=7).requires_grad_()
+    dy = draw(5, seed=6)
 
     def run_rank() -> tuple[Tensor, Tensor]:
         group = make_mesh(cp).ulysses_group
@@ -215,18 +269,24 @@ def test_tiles_and_ranks_return_the_gradients_of_their_halos(cp, tile_tokens, fo
         layer = ConvolvingLayer(group, tile_tokens)
         mixer = RecurrentMixer(ConvolutionSpec(1, 1, 5, 5, 1.0, halo=3), layer)
         docs = SimpleNamespace(starts=starts, parents=parents, local={})
-        call = CallState(docs, keys_s=torch.arange(TOKENS, dtype=torch.int32)[own])
-        saved = SimpleNamespace(call=call, x_sD=x.detach()[own], inputs=LayerInputs([], None, (), s))
-        saved.mixing = mixer.start(saved.x_sD, saved)
-        (y_sD,) = mixer._project(saved)
-        dx_sD = torch.zeros_like(saved.x_sD)
-        mixer.project_backward(saved, [dy[own]], [], dx_sD, GradSum())
+        model_call = CallState(docs, keys_s=torch.arange(TOKENS, dtype=torch.int32)[own])
+        x_sD = x.detach()[own]
+        inputs = LayerInputs([], None, (), s)
+        state = mixer.start(x_sD, model_call)
+        call = MixerCall(inputs, model_call, TensorHandle(x_sD), ActivationPolicy(), 0, state)
+        (y_sD,) = mixer._project(call)
+        dx_sD = torch.zeros_like(x_sD)
+        mixer.project_backward(call, [dy[own]], [], dx_sD, GradSum())
         for row, keys_w in layer.halo_keys.items():  # for adapter dropout
             tokens = before[own.start + row]
             assert keys_w[3 - len(tokens) :].tolist() == tokens
         return y_sD, dx_sD
 
-    before = {path[i]: path[max(0, i - 3) : i] for path in paths(starts, parents) for i in range(len(path))}
+    before = {
+        path[i]: path[max(0, i - 3) : i]
+        for path in paths(starts, parents)
+        for i in range(len(path))
+    }
     wanted: dict[int, Tensor] = {}
     for path in paths(starts, parents):
         branch = ConvolvingLayer.convolve(None, x[path], None) if path else ()
@@ -246,7 +306,11 @@ class ListThatRefusesScans(list):
 def test_resets_are_found_without_scanning_all_documents():
     docs = LocalDocs((0, 3, 4, 9, 20, 24), 0, 12, 3, "cpu")  # local starts are 0, 3, 4 and 9
     docs.resets = ListThatRefusesScans(docs.resets)
-    assert [rows for rows in ((1, 3), (1, 4), (4, 5), (5, 9), (9, 12), (10, 12)) if docs.has_reset(*rows)] == [
+    assert [
+        rows
+        for rows in ((1, 3), (1, 4), (4, 5), (5, 9), (9, 12), (10, 12))
+        if docs.has_reset(*rows)
+    ] == [
         (1, 4),
         (4, 5),
         (9, 12),
@@ -254,12 +318,18 @@ def test_resets_are_found_without_scanning_all_documents():
 
 
 def compare_kernels(kind: str, chunk: int = 64, heads: int = 8) -> str | None:
-    """Run the trial of the kernels, on a CPU; return what is wrong. At most `heads` heads per program."""
+    """Run the trial of the kernels, on a CPU; return what is wrong. At most `heads` heads per
+    program."""
     module = {"delta": delta_rule, "ssd": ssd}[kind]
     module._try.cache_clear()
-    with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:
-        fused = next(each for each in modules if each.__name__.endswith(f"{kind}_kernels")).FusedSegment
-        patch.setattr(module, "FusedSegment", fused)
+    with (
+        kernel_modules("delta_kernels", "ssd_kernels") as modules,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        kernels = next(each for each in modules if each.__name__.endswith(f"{kind}_kernels"))
+        name = {"delta": "FusedDeltaSegment", "ssd": "FusedSsdSegment"}[kind]
+        fused = getattr(kernels, name)
+        patch.setattr(module, name, fused)
         if kind == "ssd":
             patch.setattr(modules[1], "CHUNK", dict.fromkeys(modules[1].CHUNK, chunk))
             patch.setattr(modules[1], "HEADS", dict.fromkeys(modules[1].HEADS, heads))

@@ -21,13 +21,28 @@ SMALL = {
 CASES = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
-    {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": None, "head_dim": None},
+    {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
     {"model_type": "mistral", "sliding_window": None},
     {"model_type": "mistral", "sliding_window": 64, "head_dim": 12},
     {"model_type": "mistral"},
     {"model_type": "qwen2"},
-    {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
-    {"model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32},
+    {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 1,
+    },
+    {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": 32,
+    },
     {"model_type": "qwen3"},
     {"model_type": "qwen3", "attention_bias": True, "head_dim": 24},
     {
@@ -73,7 +88,8 @@ def test_shape_agrees_with_transformers(case, tmp_path):
 @pytest.mark.parametrize(
     "case, window",
     [
-        ({"model_type": "llama", "sliding_window": 5}, None),  # its attention does not read that key
+        # its attention does not read that key
+        ({"model_type": "llama", "sliding_window": 5}, None),
         ({"model_type": "mixtral", "sliding_window": 5}, 5),
         ({"model_type": "qwen3_moe", "sliding_window": 5, "use_sliding_window": True}, 5),
         ({"model_type": "qwen3_moe", "sliding_window": 5}, None),
@@ -140,7 +156,9 @@ def test_a_bad_config_json_is_refused_by_key_and_value(change, fragments):
         assert fragment in str(error.value)
 
 
-@pytest.mark.parametrize("content, words", [(None, "cannot be read"), ("{", "valid JSON"), ("[]", "JSON object")])
+@pytest.mark.parametrize(
+    "content, words", [(None, "cannot be read"), ("{", "valid JSON"), ("[]", "JSON object")]
+)
 def test_unreadable_config_json_is_refused(content, words, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
@@ -150,5 +168,11 @@ def test_unreadable_config_json_is_refused(content, words, tmp_path):
 
 
 def test_shape_and_config_need_no_torch():
-    code = "import sys, ithaka.plan.read_config, ithaka.config; print({'torch', 'transformers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    code = (
+        "import sys, ithaka.plan.read_config, ithaka.config; print({'torch', 'transformers'} "
+        "& set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )

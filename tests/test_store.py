@@ -1,4 +1,5 @@
-"""The store returns tensors unchanged from every tier, stays within its budgets, and frees memory safely."""
+"""The store returns tensors unchanged from every tier, stays within its budgets, and frees memory
+safely."""
 
 import errno
 import gc
@@ -40,7 +41,8 @@ def wait_until(condition, timeout_s=60.0) -> None:
 
 
 def keep_and_overwrite(store: Store, tensor: torch.Tensor, tier: str):
-    """Keep a tensor and then overwrite the source, as happens on a GPU when its memory is reused."""
+    """Keep a tensor and then overwrite the source, as happens on a GPU when its memory is
+    reused."""
     source = tensor.clone()
     handle = store.keep(source, tier)
     handle.release_source()
@@ -50,14 +52,17 @@ def keep_and_overwrite(store: Store, tensor: torch.Tensor, tier: str):
 
 
 def assert_store_error(error: StoreError, tier: str, *named: str, fix: str) -> None:
-    """Check that the error is of `tier` and that its message contains all of `named` before the fix."""
+    """Check that the error is of `tier` and that its message contains all of `named` before the
+    fix."""
     problem, separator, offer = str(error).partition("; ")
     assert error.tier == tier and tier in problem and separator, error
     assert all(text in problem for text in named) and fix in offer, error
 
 
 def is_empty(store: Store) -> bool:
-    return store.pool.busy_bytes == 0 and store.disk.busy_bytes == 0 and store.pool.num_expected == 0
+    return (
+        store.pool.busy_bytes == 0 and store.disk.busy_bytes == 0 and store.pool.num_expected == 0
+    )
 
 
 # Values
@@ -67,7 +72,9 @@ def is_empty(store: Store) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_shape_and_dtype_is_returned_exactly(tier, dtype):
     store = Store()
-    handles = [keep_and_overwrite(store, numbers(shape, dtype, i), tier) for i, shape in enumerate(SHAPES)]
+    handles = [
+        keep_and_overwrite(store, numbers(shape, dtype, i), tier) for i, shape in enumerate(SHAPES)
+    ]
     for i, (shape, handle) in enumerate(zip(SHAPES, handles, strict=True)):
         for _ in range(2):
             back = handle.fetch()
@@ -78,7 +85,8 @@ def test_every_shape_and_dtype_is_returned_exactly(tier, dtype):
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 100, None])
 def test_tiles_of_rows_add_up_to_the_tensor(tier, hold, step):
-    x, slices = numbers((7, 5)), tile_slices(7, step)
+    x = numbers((7, 5))
+    slices = tile_slices(7, step)
     handle = keep_and_overwrite(Store(), x, tier)
     for _ in range(3):
         tiles = list(handle.tiles(slices, hold=hold))
@@ -151,7 +159,9 @@ def test_fetch_after_prefetch_returns_the_tensor():
     handle = keep_and_overwrite(Store(), numbers((4, 4)), "host")
     handle.prefetch()
     handle.prefetch()
-    assert torch.equal(handle.fetch(), numbers((4, 4))) and torch.equal(handle.fetch(), numbers((4, 4)))
+    assert torch.equal(handle.fetch(), numbers((4, 4))) and torch.equal(
+        handle.fetch(), numbers((4, 4))
+    )
 
 
 def one_step(store: Store, tier: str, length: int) -> None:
@@ -187,18 +197,25 @@ def test_steps_of_changing_length_do_not_accumulate_memory(tier):
 @pytest.fixture
 def made(monkeypatch):
     """Record the sizes of new slabs."""
-    sizes, make = [], Slab.__init__
-    monkeypatch.setattr(Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin))
+    sizes = []
+    make = Slab.__init__
+    monkeypatch.setattr(
+        Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin)
+    )
     return sizes
 
 
 def test_the_slabs_of_the_longest_sequence_serve_all_shorter_ones(made):
     """Four layers keep tensors of three sizes and, in backward, briefly one more."""
-    store, sizes = Store(), (32, 48, 3)
-    lengths, num_made, used_bytes = (64, 80, 64, 80, 79, 7, 1, 41), [], []
+    store = Store()
+    sizes = (32, 48, 3)
+    lengths = (64, 80, 64, 80, 79, 7, 1, 41)
+    num_made = []
+    used_bytes = []
     for length in lengths:
         layers = [
-            [keep_and_overwrite(store, numbers((length, size), seed=i), "host") for size in sizes] for i in range(4)
+            [keep_and_overwrite(store, numbers((length, size), seed=i), "host") for size in sizes]
+            for i in range(4)
         ]
         for i in reversed(range(4)):
             extra = store.keep(numbers((length, 32)), "host")
@@ -218,7 +235,10 @@ def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, mad
     one_step(store, "host", 1000)
     made.clear()
     length = 1000 // num_short
-    handles = [keep_and_overwrite(store, numbers((length, 4), seed=i), "host") for i in range(6 * num_short)]
+    handles = [
+        keep_and_overwrite(store, numbers((length, 4), seed=i), "host")
+        for i in range(6 * num_short)
+    ]
     for i in reversed(range(6 * num_short)):
         assert torch.equal(handles.pop().fetch(), numbers((length, 4), seed=i))
     one_step(store, "host", 1000)
@@ -226,9 +246,12 @@ def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, mad
 
 
 def test_a_pass_uses_memory_that_was_pinned_ahead_and_waits_for_it(made, monkeypatch):
-    store, may_make = Store(), threading.Event()
+    store = Store()
+    may_make = threading.Event()
     make = Slab.__init__
-    monkeypatch.setattr(Slab, "__init__", lambda self, n, pin: may_make.wait() and make(self, n, pin))
+    monkeypatch.setattr(
+        Slab, "__init__", lambda self, n, pin: may_make.wait() and make(self, n, pin)
+    )
     store.pin_ahead(16 * 50, 6)
     threading.Timer(0.05, may_make.set).start()
     one_step(store, "host", 50)
@@ -241,7 +264,8 @@ def test_a_pass_uses_memory_that_was_pinned_ahead_and_waits_for_it(made, monkeyp
 
 @pytest.mark.parametrize(("budget", "refused"), [(2 * 800, False), (6 * 800, True)])
 def test_pinning_ahead_stops_at_the_budget_or_if_it_is_refused(budget, refused, made, monkeypatch):
-    store, make = Store(host_bytes=budget), Slab.__init__
+    store = Store(host_bytes=budget)
+    make = Slab.__init__
 
     def refuse(self, num_bytes, pin):
         if refused:
@@ -256,8 +280,10 @@ def test_pinning_ahead_stops_at_the_budget_or_if_it_is_refused(budget, refused, 
 
 
 def test_memory_that_is_being_pinned_counts_against_the_budget(monkeypatch):
-    store, make = Store(host_bytes=1600), Slab.__init__
-    is_making, may_make = threading.Event(), threading.Event()
+    store = Store(host_bytes=1600)
+    make = Slab.__init__
+    is_making = threading.Event()
+    may_make = threading.Event()
 
     def make_later(self, num_bytes, pin):
         if num_bytes == 800:
@@ -277,7 +303,9 @@ class Cudart:
     """cudaHostRegister and cudaHostUnregister without a GPU; `status` is what the first returns."""
 
     def __init__(self, status: int = 0) -> None:
-        self.status, self.registered, self.calls = status, dict[int, int](), list[str]()
+        self.status = status
+        self.registered = dict[int, int]()
+        self.calls = list[str]()
         self.resident_bytes = 0  # resident memory of this process at the last pinning
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
@@ -292,11 +320,14 @@ class Cudart:
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
-def test_pages_are_provided_before_they_are_pinned_and_unpinned_after_the_last_copy(num_threads, monkeypatch):
+def test_pages_are_provided_before_they_are_pinned_and_unpinned_after_the_last_copy(
+    num_threads, monkeypatch
+):
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(slabs, "MIN_THREADED_BYTES", 0 if num_threads > 1 else 2**26)
-    num_bytes, before = 2**24 + 5, resident_bytes()
+    num_bytes = 2**24 + 5
+    before = resident_bytes()
     slab = Slab(num_bytes, pin=True)
     assert cudart.registered == {slab.bytes.data_ptr(): num_bytes}
     assert cudart.resident_bytes - before > 0.9 * num_bytes
@@ -320,15 +351,19 @@ def test_an_error_of_pinning_names_the_limit(monkeypatch):
 def test_tensors_that_share_a_slab_are_aligned_for_every_dtype():
     slab = Slab(64, pin=False)
     assert [taken and taken.where for taken in map(slab.take, (3, 8, 33, 32))] == [
-        slice(0, 3), slice(16, 24), None, slice(32, 64)
-    ]  # fmt: skip
+        slice(0, 3),
+        slice(16, 24),
+        None,
+        slice(32, 64),
+    ]
 
 
 def test_registering_a_layer_returns_the_layer_below():
     class Saved:
         pass
 
-    store, saved = Store(), [Saved() for _ in range(2)]
+    store = Store()
+    saved = [Saved() for _ in range(2)]
     assert store.register_layer(saved[0])() is None
     below = store.register_layer(saved[1])
     assert below() is saved[0]
@@ -347,7 +382,8 @@ def test_an_exceeded_host_budget_is_an_error_with_a_fix():
     assert_store_error(error.value, "host", "24", "80", "100", fix="memory.offload=disk")
     second = store.keep(numbers((5,)), "host")
     del first, second
-    assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))  # free slabs are dropped
+    # free slabs are dropped
+    assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))
 
 
 def test_a_full_disk_is_an_error_with_a_fix(monkeypatch, tmp_path):
@@ -371,7 +407,9 @@ def test_a_full_disk_is_an_error_with_a_fix(monkeypatch, tmp_path):
 def test_a_missing_directory_is_an_error_with_a_fix(tmp_path):
     with pytest.raises(StoreError) as error:
         Store(disk_path=tmp_path / "gone").keep(numbers((5,)), "disk")
-    assert_store_error(error.value, "disk", "gone", "No such file or directory", fix="memory.disk_path")
+    assert_store_error(
+        error.value, "disk", "gone", "No such file or directory", fix="memory.disk_path"
+    )
 
 
 # The disk writer
@@ -401,7 +439,8 @@ def test_keeping_waits_for_a_slow_disk(slow_disk, slabs):
 
 
 def test_other_sizes_wait_for_a_slow_disk_too(slow_disk):
-    store, sizes = Store(host_bytes=100 * 4), [100, 90, 100, 3, 50, 50, 100, 1]
+    store = Store(host_bytes=100 * 4)
+    sizes = [100, 90, 100, 3, 50, 50, 100, 1]
     handles = [keep_and_overwrite(store, numbers((n,), seed=n), "disk") for n in sizes]
     while handles:
         n = sizes.pop()
@@ -433,7 +472,9 @@ def test_a_disk_failure_is_raised_at_the_next_use(monkeypatch, what):
     for use in uses if what == "pwrite" else uses[:1]:
         with pytest.raises(StoreError) as error:
             use()
-        assert_store_error(error.value, "disk", verb, "20 bytes", "Input/output error", fix="memory.")
+        assert_store_error(
+            error.value, "disk", verb, "20 bytes", "Input/output error", fix="memory."
+        )
     del handle, use, uses, error
     gc.collect()
     wait_until(lambda: is_empty(store))
@@ -445,14 +486,16 @@ def test_a_failing_writer_wakes_waiting_threads(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", broken)
-    store, handles = Store(host_bytes=2 * 40), []
+    store = Store(host_bytes=2 * 40)
+    handles = []
     with pytest.raises(StoreError, match="write 40 bytes.*No space left"):
         for i in range(20):
             handles.append(keep_and_overwrite(store, numbers((10,), seed=i), "disk"))
 
 
 def test_disk_space_is_not_reused_while_it_is_written(monkeypatch):
-    write, delays_s = store_module.DiskFile.write, [0.1]
+    write = store_module.DiskFile.write
+    delays_s = [0.1]
 
     def first_slowly(self, data, offset):
         time.sleep(delays_s.pop() if delays_s else 0)
@@ -467,16 +510,22 @@ def test_disk_space_is_not_reused_while_it_is_written(monkeypatch):
 
 
 def test_handles_may_be_deleted_anywhere(slow_disk):
-    """Handles die on other threads, in reference cycles, and under the pool's lock while the writer needs it."""
+    """Handles die on other threads, in reference cycles, and under the pool's lock while the writer
+    needs it."""
     gc.freeze()  # otherwise every collection would traverse the objects of other tests
     x = numbers((40,))
-    store, failures = Store(host_bytes=3 * x.nbytes), []
+    store = Store(host_bytes=3 * x.nbytes)
+    failures = []
 
     def keep_and_lose(seed):
         choose = random.Random(seed)
         try:
             for i in range(15):
-                loop = [keep_and_overwrite(store, x + i, choose.choice(("host", "disk")) if seed == 0 else "disk")]
+                loop = [
+                    keep_and_overwrite(
+                        store, x + i, choose.choice(("host", "disk")) if seed == 0 else "disk"
+                    )
+                ]
                 if choose.random() < 0.3:
                     assert torch.equal(loop[0].fetch(), x + i)
                 loop.append(loop)
@@ -488,7 +537,9 @@ def test_handles_may_be_deleted_anywhere(slow_disk):
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=keep_and_lose, args=(seed,), daemon=True) for seed in range(3)]
+    threads = [
+        threading.Thread(target=keep_and_lose, args=(seed,), daemon=True) for seed in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -538,8 +589,11 @@ def test_no_file_is_left_after_kill(tmp_path):
 
 
 def test_the_file_is_created_in_disk_path(tmp_path, monkeypatch):
-    made, temporary = [], tempfile.TemporaryFile
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: made.append(dir) or temporary(dir=dir))
+    made = []
+    temporary = tempfile.TemporaryFile
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda dir: made.append(dir) or temporary(dir=dir)
+    )
     for store in (Store(disk_path=tmp_path), Store()):
         store.keep(numbers((3,)), "host")
         store.keep(numbers((3,)), "disk").fetch()
@@ -548,7 +602,9 @@ def test_the_file_is_created_in_disk_path(tmp_path, monkeypatch):
 
 def test_written_and_read_pages_leave_the_page_cache(monkeypatch, tmp_path):
     """They leave it once they are on disk, because dirty pages cannot be dropped."""
-    calls, sync, advise = [], os.fdatasync, os.posix_fadvise
+    calls = []
+    sync = os.fdatasync
+    advise = os.posix_fadvise
 
     def record(file, call):
         if str(tmp_path) in os.readlink(f"/proc/self/fd/{file}"):  # not a file of another store
@@ -560,7 +616,8 @@ def test_written_and_read_pages_leave_the_page_cache(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "fdatasync", lambda file: record(file, "synced") or sync(file))
     monkeypatch.setattr(os, "posix_fadvise", advised)
-    store, tensor = Store(disk_path=tmp_path), numbers((1000,))
+    store = Store(disk_path=tmp_path)
+    tensor = numbers((1000,))
     handle = store.keep(tensor, "disk")
     handle.release_source()
     assert torch.equal(handle.fetch(), tensor)
@@ -574,15 +631,21 @@ MOVES = ("keep", "fetch", "tiles", "hold", "read_ahead", "prefetch", "drop")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30)), max_size=40), st.integers(3, 6))
+@given(
+    st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30)), max_size=40), st.integers(3, 6)
+)
 def test_any_sequence_returns_what_was_kept(moves, slabs):
-    """At most one tensor is kept on the host and two on disk, so that even the smallest pool has room."""
-    store, alive, seed = Store(host_bytes=slabs * 9 * 4 * 4), {}, 0
+    """At most one tensor is kept on the host and two on disk, so that even the smallest pool has
+    room."""
+    store = Store(host_bytes=slabs * 9 * 4 * 4)
+    alive = {}
+    seed = 0
     for move, number in moves:
         tier = ("host", "disk")[number % 2]
         if move == "keep":
             x = numbers((1 + number % 9, 4), seed=seed)
-            key, seed = (tier, seed % 2 if tier == "disk" else 0), seed + 1
+            key = (tier, seed % 2 if tier == "disk" else 0)
+            seed = seed + 1
             alive.pop(key, None)
             alive[key] = (x, keep_and_overwrite(store, x, tier))
         elif alive:

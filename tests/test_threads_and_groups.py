@@ -1,4 +1,5 @@
-"""A rank creates no context on another rank's GPU, and a finished curriculum entry leaves no process group."""
+"""A rank creates no context on another rank's GPU, and a finished curriculum entry leaves no
+process group."""
 
 import contextlib
 import io
@@ -27,7 +28,9 @@ ON_HOST = ("prefetch batch", "tokenize", "report", "signals")
 
 def threads_of(config):
     """Run on this rank and return the threads started, and those that chose their device."""
-    started, chosen, start_thread = set(), set(), threading.Thread.start
+    started = set()
+    chosen = set()
+    start_thread = threading.Thread.start
 
     def start(thread):
         if type(thread) is threading.Thread:  # ignores the console's spinners
@@ -37,13 +40,19 @@ def threads_of(config):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(threading.Thread, "start", start)
         for module in (store, timeline, save, heartbeat):
-            patch.setattr(module, "use_device", lambda device: chosen.add((threading.current_thread().name, device)))
+            patch.setattr(
+                module,
+                "use_device",
+                lambda device: chosen.add((threading.current_thread().name, device)),
+            )
         run(config)
     return started, chosen
 
 
 def test_every_thread_that_uses_cuda_chooses_its_device(ranks, tmp_path):
-    config = tiny_run(tmp_path, memory={"offload": "disk", "disk_path": str(tmp_path)}, train={"steps": 2})
+    config = tiny_run(
+        tmp_path, memory={"offload": "disk", "disk_path": str(tmp_path)}, train={"steps": 2}
+    )
     (started, chosen), _ = ranks.run(2, threads_of, config)
     names = {name for name in started if not name.startswith(ON_HOST)}
     assert {"heartbeat", "store", "saving", "progress", "ithaka-store_0"} <= names
@@ -76,7 +85,9 @@ def test_gpu_memory_uses_expandable_segments(monkeypatch, fake_gpu, is_new):
     """The setting is made once, in every version of torch, and not for child processes."""
     settings = []
     if is_new:
-        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+        monkeypatch.setattr(
+            torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False
+        )
     else:
         monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
         monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
@@ -86,20 +97,28 @@ def test_gpu_memory_uses_expandable_segments(monkeypatch, fake_gpu, is_new):
 
 
 @pytest.mark.parametrize(("reserved_gib", "warns"), [(0.5, False), (3, True)])
-def test_memory_allocated_before_the_setting_is_reported_once(monkeypatch, fake_gpu, recwarn, reserved_gib, warns):
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False)
+def test_memory_allocated_before_the_setting_is_reported_once(
+    monkeypatch, fake_gpu, recwarn, reserved_gib, warns
+):
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(reserved_gib * 2**30))
     mesh.default_device()
     mesh.default_device()
-    found = [str(warning.message) for warning in recwarn if "PYTORCH_ALLOC_CONF" in str(warning.message)]
+    found = [
+        str(warning.message) for warning in recwarn if "PYTORCH_ALLOC_CONF" in str(warning.message)
+    ]
     assert len(found) == warns and all("3.0 GiB" in message for message in found)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
     settings = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False
+    )
     monkeypatch.setenv(name, "max_split_size_mb:512")
     mesh.default_device()
     assert not settings
@@ -108,10 +127,15 @@ def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
 @pytest.mark.parametrize(("limit", "allowed"), [(1.0, 0.875), (0.5, 0.5)])
 def test_the_allocator_leaves_memory_to_nccl(monkeypatch, limit, allowed):
     """It may not fill the GPU, and NCCL takes its memory first; a user's own limit is kept."""
-    limits, reduced = [limit], []
+    limits = [limit]
+    reduced = []
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: limits[-1])
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**30)
+    )
     monkeypatch.setattr(mesh.dist, "all_reduce", reduced.append)
     monkeypatch.setattr(torch, "zeros", lambda *_, **options: options)
     device = torch.device("cuda", 0)
@@ -133,7 +157,8 @@ def test_a_mesh_on_a_gpu_reserves_memory_for_nccl(monkeypatch, fake_gpu):
 
 
 def groups_after_entries(config):
-    """Run a curriculum in one process, like torchrun, and count the process groups after each entry."""
+    """Run a curriculum in one process, like torchrun, and count the process groups after each
+    entry."""
     counts = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(launch, "ranks_persist", lambda: True)
@@ -148,6 +173,8 @@ def groups_after_entries(config):
 def test_an_entry_of_a_curriculum_leaves_no_process_groups(ranks, tmp_path):
     tree = to_dict(tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0}))
     del tree["train"]["steps"], tree["data"]["context"]
-    config = parse_config({**tree, "curriculum": [{"context": 61, "steps": 1}, {"context": 90, "steps": 1}]})
+    config = parse_config(
+        {**tree, "curriculum": [{"context": 61, "steps": 1}, {"context": 90, "steps": 1}]}
+    )
     assert ranks.run(2, groups_after_entries, config) == [[1, 0]] * 2
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2]

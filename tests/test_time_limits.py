@@ -103,19 +103,36 @@ def tiny(tmp_path_factory):
     return validate(tiny_run(tmp_path_factory.mktemp("tiny"), model={"num_hidden_layers": 2}))
 
 
-LAYER, UPDATE, VALIDATION = ("layer 0", "backward"), ("optimizer",), ("validation", "layer 1", "forward")
-PHASES = (LAYER, ("layer 0", "forward", "attention", "stage 0"), ("loss forward",), UPDATE, VALIDATION, ("data",), ())
+LAYER = ("layer 0", "backward")
+UPDATE = ("optimizer",)
+VALIDATION = ("validation", "layer 1", "forward")
+PHASES = (
+    LAYER,
+    ("layer 0", "forward", "attention", "stage 0"),
+    ("loss forward",),
+    UPDATE,
+    VALIDATION,
+    ("data",),
+    (),
+)
 
 
 def test_until_something_is_measured_the_start_limit_applies(tiny):
     limits = Limits.for_run(tiny)
-    assert 600 < limits.start < 620 and {limits.for_phase(path) for path in PHASES} == {limits.start}
+    assert 600 < limits.start < 620 and {limits.for_phase(path) for path in PHASES} == {
+        limits.start
+    }
     assert limits.for_phase(("saving",)) == limits.save
-    assert not Limits(3600, 700, 600).describe() and "save 3601 s" in Limits(700, 700, 3601).describe()["timeouts"]
+    assert (
+        not Limits(3600, 700, 600).describe()
+        and "save 3601 s" in Limits(700, 700, 3601).describe()["timeouts"]
+    )
     step = limits.with_pauses(0.0, 2.0, 0.0, 0.0)
     assert [step.for_phase(path) for path in PHASES] == [45.0] * 3 + [limits.start] * 4
     long = step.with_pauses(30.0, 2.0, 200.0, 12.0)
-    assert [long.for_phase(path) for path in PHASES] == [150.0] * 3 + [1000.0, 60.0] + [limits.start] * 2
+    assert [long.for_phase(path) for path in PHASES] == [150.0] * 3 + [1000.0, 60.0] + [
+        limits.start
+    ] * 2
     assert long.longest == 1000.0 and long.with_pauses(0.0, 0.0, 0.0, 0.0) == long
 
 
@@ -123,18 +140,31 @@ def on_gpu(run, name, context):
     """Return the run with another context, on a GPU named `name`."""
     known = heartbeat.gpu_named(name)
     gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # like preflight's stand-in
-    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, context=context))
-    return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu=gpu))
+    config = dataclasses.replace(
+        run.config, data=dataclasses.replace(run.config.data, context=context)
+    )
+    return dataclasses.replace(
+        run, config=config, hardware=dataclasses.replace(run.hardware, gpu=gpu)
+    )
 
 
 def test_an_unknown_gpu_starts_with_the_slowest_gpus_limit_until_measured(tiny):
     context = 10**8  # makes attention's seconds matter
-    known, unknown = (Limits.for_run(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
-    slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
+    known, unknown = (
+        Limits.for_run(on_gpu(tiny, name, context))
+        for name in ("NVIDIA H100 80GB HBM3", "Some 9000")
+    )
+    slowest = min(
+        (gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops
+    )
     assert known.planned > 2000 and unknown.start - known.start > known.planned
     assert unknown.start == pytest.approx(Limits.for_run(on_gpu(tiny, slowest.name, context)).start)
-    assert unknown.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == 500, "by no plan for another GPU"
-    assert known.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == known.planned, "documents may become longer"
+    assert unknown.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == 500, (
+        "by no plan for another GPU"
+    )
+    assert known.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == known.planned, (
+        "documents may become longer"
+    )
     assert known.with_pauses(10_000.0, 1.0, 0, 0).for_phase(LAYER) == 50_000
 
 
@@ -149,9 +179,12 @@ def test_data_size_counts_for_every_kind_of_path(tmp_path, monkeypatch, tiny):
     dataset = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
     monkeypatch.setattr(files, "open_dataset", lambda path: {"train": dataset})
     monkeypatch.setattr("ithaka.data.documents.read.open_dataset", lambda path: {"train": dataset})
-    assert check_data(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
+    assert check_data(DataConfig(path=Path("hf://someone/four-texts"), context=64), 300) >= 20_000
     assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
-    limits = [Limits.for_run(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
+    limits = [
+        Limits.for_run(dataclasses.replace(tiny, data_bytes=size)).start
+        for size in (0, 10**8, 10**12, 10**13)
+    ]
     assert limits[1] - limits[0] == pytest.approx(100)
     assert limits[2] == limits[3] < limits[0] + 3600, "what a round needs, not all of the data"
 
@@ -173,12 +206,17 @@ def test_only_ranks_that_are_slow_for_their_work_are_reported():
 
 def test_a_rank_that_is_slow_again_is_reported_again():
     slow = SlowRanks()
-    reports = [slow.add([1.0, 1.0, rank_s], [1, 1, 1]) for rank_s in (2.0, 1.0, 2.0) for _ in range(2 * SLOW_STEPS)]
+    reports = [
+        slow.add([1.0, 1.0, rank_s], [1, 1, 1])
+        for rank_s in (2.0, 1.0, 2.0)
+        for _ in range(2 * SLOW_STEPS)
+    ]
     assert [set(report) for report in reports if report] == [{2}, {2}]
 
 
 def slow_down(patch, where):
-    """Make attention take 20 ms on both ranks and, on rank 1, attention or the projections before it 250 ms more.
+    """Make attention take 20 ms on both ranks and, on rank 1, attention or the projections before
+    it 250 ms more.
 
     The ratio is large because the machine may be busy."""
     patch.setattr(watch, "SLOW_STEPS", 2)
@@ -191,7 +229,9 @@ def slow_down(patch, where):
     for name in ("attend", "attend_backward"):
         attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    patch.setattr(SoftmaxMixer, "project", delay(SoftmaxMixer.project, late.get("projections", 0.0)))
+    patch.setattr(
+        SoftmaxMixer, "project", delay(SoftmaxMixer.project, late.get("projections", 0.0))
+    )
 
 
 def run_slowly(where, config):
@@ -202,7 +242,8 @@ def run_slowly(where, config):
 
 
 @pytest.mark.parametrize(
-    "where, named", [("attention", {"1"}), pytest.param("projections", set(), marks=pytest.mark.slow)]
+    "where, named",
+    [("attention", {"1"}), pytest.param("projections", set(), marks=pytest.mark.slow)],
 )
 def test_the_slow_rank_is_named_but_not_those_that_wait_for_it(ranks, tmp_path, where, named):
     """In a ring, both wait for k and v inside attention, also in validation."""
@@ -210,7 +251,9 @@ def test_the_slow_rank_is_named_but_not_those_that_wait_for_it(ranks, tmp_path, 
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2}, train=train)
     output, _ = ranks.run(2, run_slowly, where, config)
     events = [line["slow_ranks"] for line in metrics(config.train.run_dir) if "slow_ranks" in line]
-    assert {rank for event in events for rank in event} == named and output.count("Slow: rank") == len(named)
+    assert {rank for event in events for rank in event} == named and output.count(
+        "Slow: rank"
+    ) == len(named)
 
 
 def slow_at_first_then_hanging(patch):
@@ -218,12 +261,10 @@ def slow_at_first_then_hanging(patch):
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 3.0)
-    steps, train_step, attend, update = (
-        [],
-        trainer_module.train_step,
-        stages.StagedAttention.attend,
-        torch.optim.AdamW.step,
-    )
+    steps = []
+    train_step = trainer_module.train_step
+    attend = stages.StagedAttention.attend
+    update = torch.optim.AdamW.step
     seconds = {1: 4.0, 4: 60.0}
 
     def step(*args, **kwargs):
@@ -247,7 +288,8 @@ def slow_at_first_then_hanging(patch):
 @pytest.mark.slow
 def test_unmeasured_phases_may_be_slow_but_measured_steps_may_not(tmp_path):
     train = {"steps": 9, "validate_every": 0, "save_every": 0}
-    config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)
+    config = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True})
+    victims = Ranks(2)
     victims.start(2, tmp_path, run_and_record_exit, slow_at_first_then_hanging, config, tmp_path)
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
     message = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())

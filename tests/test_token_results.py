@@ -1,4 +1,5 @@
-"""Tiled log-probabilities, entropies and argmax hits equal the plain ones on any number of ranks, as do gradients."""
+"""Tiled log-probabilities, entropies and argmax hits equal the plain ones on any number of ranks,
+as do gradients."""
 
 import importlib.util
 from functools import partial
@@ -33,11 +34,15 @@ LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of 
 
 def plain_results(logits_sY: Tensor, labels_s: Tensor) -> TokenResults:
     """The reference implementation."""
-    valid_s, log_p_sY = labels_s != IGNORE_INDEX, logits_sY.log_softmax(-1)
+    valid_s = labels_s != IGNORE_INDEX
+    log_p_sY = logits_sY.log_softmax(-1)
     logprobs_s = -F.cross_entropy(logits_sY, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
     entropies_s = torch.where(valid_s, -(log_p_sY.exp() * log_p_sY).sum(-1), 0)
     return TokenResults(
-        logprobs_s, entropies_s, logits_sY.argmax(-1) == labels_s, torch.where(valid_s, logits_sY.mean(-1), 0)
+        logprobs_s,
+        entropies_s,
+        logits_sY.argmax(-1) == labels_s,
+        torch.where(valid_s, logits_sY.mean(-1), 0),
     )
 
 
@@ -50,18 +55,22 @@ def own_loss(results: TokenResults, use: str) -> Tensor:
 
 
 def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], Tensor]:
-    """Return a norm, leaves (x, weight, the norm's weight) and labels: some ignored, some equal to the argmax."""
+    """Return a norm, leaves (x, weight, the norm's weight) and labels: some ignored, some equal to
+    the argmax."""
     torch.manual_seed(5)
     norm = nn.RMSNorm(12, dtype=dtype)
     nn.init.normal_(norm.weight, 1.0, 0.3)
-    x, weight = torch.randn(23, 12, dtype=dtype), torch.randn(37, 12, dtype=dtype)
+    x = torch.randn(23, 12, dtype=dtype)
+    weight = torch.randn(37, 12, dtype=dtype)
     labels = torch.randint(37, (23,))
     labels[::3] = (norm(x) @ weight.t()).argmax(-1)[::3]
     labels[4:9] = IGNORE_INDEX
     return norm, [x.requires_grad_(), weight.requires_grad_(), norm.weight], labels
 
 
-@pytest.mark.parametrize("use, temperature", [("logprobs", 1), ("entropies", 1), ("both", 1), ("both", 0.7)])
+@pytest.mark.parametrize(
+    "use, temperature", [("logprobs", 1), ("entropies", 1), ("both", 1), ("both", 0.7)]
+)
 def test_token_results_equal_those_of_plain_logits(use, temperature):
     norm, leaves, labels = head()
     own_head = LinearHead(norm, Linear(leaves[1]))
@@ -69,7 +78,10 @@ def test_token_results_equal_those_of_plain_logits(use, temperature):
         own_head = ScaledHead(own_head, 1 / temperature)
     ours = linear_cross_entropy(leaves[0], labels, own_head, 5)  # tiles of 5, the last of 3
     plain = plain_results(norm(leaves[0]) @ leaves[1].t() / temperature, labels)
-    assert relative(ours.mean_logits, plain.mean_logits) < TOLERANCE and not ours.mean_logits.requires_grad
+    assert (
+        relative(ours.mean_logits, plain.mean_logits) < TOLERANCE
+        and not ours.mean_logits.requires_grad
+    )
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
         assert relative(mine.detach(), theirs.detach()) < TOLERANCE
@@ -81,7 +93,8 @@ def test_token_results_equal_those_of_plain_logits(use, temperature):
 
 @torch.no_grad()
 def test_rows_of_logits_are_padded_with_zeros():
-    """With AMX, a CPU's matmuls in bf16 read the padding: uninitialized memory would make gradients NaN."""
+    """With AMX, a CPU's matmuls in bf16 read the padding: uninitialized memory would make gradients
+    NaN."""
     norm, (x, weight, _), _ = head(torch.bfloat16)
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     try:
@@ -107,9 +120,16 @@ def test_the_summed_loss_equals_that_of_plain_logits(factor):
     """Gradients are scaled by the loss's factor, and backward works once."""
     norm, leaves, labels = head()
     ours = summed_cross_entropy(leaves[0], labels, LinearHead(norm, Linear(leaves[1])), 5, 7.0)
-    plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
+    plain = (
+        F.cross_entropy(
+            norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        / 7
+    )
     assert relative(ours.detach(), plain.detach()) < TOLERANCE
-    grads = [torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)]
+    grads = [
+        torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)
+    ]
     for mine, theirs in zip(*grads, strict=True):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
     with pytest.raises(RuntimeError, match="retain_graph"):
@@ -117,7 +137,8 @@ def test_the_summed_loss_equals_that_of_plain_logits(factor):
 
 
 def test_tokens_that_are_ruled_out_do_not_count():
-    """Their logits are -inf, as where a model masks a padded vocabulary: results are those of the other tokens."""
+    """Their logits are -inf, as where a model masks a padded vocabulary: results are those of the
+    other tokens."""
     _, (x, weight, _), labels = head()
     labels = labels.clamp(max=29)
     is_out = torch.arange(37) >= 30
@@ -133,10 +154,14 @@ def test_a_gradient_of_two_parameters_is_scaled_once():
     """Autograd returns one tensor for the two terms of a sum."""
     _, (x, weight, _), labels = head()
     terms = [nn.Parameter(torch.randn(len(x), len(weight), dtype=x.dtype)) for _ in range(2)]
-    ours = summed_cross_entropy(x, labels, GraphHead(lambda t: t @ weight.detach().t() + sum(terms), terms), 64, 7.0)
+    ours = summed_cross_entropy(
+        x, labels, GraphHead(lambda t: t @ weight.detach().t() + sum(terms), terms), 64, 7.0
+    )
     logits = x @ weight.detach().t() + sum(terms)
     plain = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
-    for mine, theirs in zip(*(torch.autograd.grad(3 * loss, terms) for loss in (ours, plain)), strict=True):
+    for mine, theirs in zip(
+        *(torch.autograd.grad(3 * loss, terms) for loss in (ours, plain)), strict=True
+    ):
         assert relative(mine, theirs) < TOLERANCE
 
 
@@ -144,26 +169,37 @@ def test_a_gradient_of_two_parameters_is_scaled_once():
 
 
 def example(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[1] / "examples" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, labels and document ids, numbered across rows. The first half of each document has no labels."""
+    """Return ids, labels and document ids, numbered across rows. The first half of each document
+    has no labels."""
     ids = random_ids(rows, sum(LENGTHS))
-    documents = torch.arange(rows * len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS * rows)).view_as(ids)
+    documents = (
+        torch.arange(rows * len(LENGTHS))
+        .repeat_interleave(torch.tensor(LENGTHS * rows))
+        .view_as(ids)
+    )
     starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
     return ids, ids.masked_fill(starts, IGNORE_INDEX), documents
 
 
-def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs):
+def plain_tokens(
+    plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs
+):
     """Compute results from Hugging Face's logits, each document alone, at the labels' positions."""
     if documents is None:
         logits = plain(input_ids=ids, use_cache=False, **inputs).logits
     else:
-        alone = [plain(input_ids=part[None]).logits[0] for row in ids for part in row.split(LENGTHS)]
+        alone = [
+            plain(input_ids=part[None]).logits[0] for row in ids for part in row.split(LENGTHS)
+        ]
         logits = torch.cat(alone).view(*ids.shape, -1)
     results = plain_results(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return TokenResults(*(F.pad(x.view(len(ids), -1), (1, 0)) for x in results))
@@ -173,15 +209,24 @@ def padded() -> dict[str, Tensor]:
     """Return two rows of 15 tokens, of which 15 and 9 are valid."""
     ids = random_ids(2, 15)
     mask = torch.arange(15) < torch.tensor([[15], [9]])
-    return {"ids": ids, "labels": ids.masked_fill(~mask, IGNORE_INDEX), "attention_mask": mask.long()}
+    return {
+        "ids": ids,
+        "labels": ids.masked_fill(~mask, IGNORE_INDEX),
+        "attention_mask": mask.long(),
+    }
 
 
 def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """Compare gathered [B, N] results for packed documents and padding, and the gradients of a loss on them."""
+    """Compare gathered [B, N] results for packed documents and padding, and the gradients of a loss
+    on them."""
     ids, labels, documents = packed(2)
     inputs = padded()
     cases = [
-        (partial(ithaka.token_logprobs, model, ids, labels, document_ids=documents), (ids, labels, documents), {}),
+        (
+            partial(ithaka.token_logprobs, model, ids, labels, document_ids=documents),
+            (ids, labels, documents),
+            {},
+        ),
         (
             partial(ithaka.token_logprobs, model, inputs["ids"], inputs["labels"]),
             (inputs["ids"], inputs["labels"]),
@@ -190,7 +235,8 @@ def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     ]
     errors = {}
     for number, (ours, args, more) in enumerate(cases):
-        mine, theirs = ours(**more), plain_tokens(plain, *args, **more)
+        mine = ours(**more)
+        theirs = plain_tokens(plain, *args, **more)
         assert mine.logprobs.shape == args[0].shape and torch.equal(mine.correct, theirs[2])
         for which, values in ((0, "logprobs"), (1, "entropies"), (3, "mean_logits")):
             errors[f"{values} {number}"] = relative(mine[which].detach(), theirs[which].detach())
@@ -200,7 +246,8 @@ def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 
 
 def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """Compare GRPO's loss, summed over the ranks' shares, with its formula on plain log-probabilities."""
+    """Compare GRPO's loss, summed over the ranks' shares, with its formula on plain
+    log-probabilities."""
     grpo = example("grpo")
     ids, labels, documents = packed()
     gains = grpo.compute_advantages(torch.tensor([0.0, 2.0, -1.0, 0.5]).double(), documents, labels)
@@ -213,8 +260,13 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     total = torch.zeros((), dtype=torch.float64)
     for at in range(1, ids.numel()):
         if labels[0, at] != IGNORE_INDEX:
-            ratio, gain = (logprobs[0, at] - old[0, at]).exp(), gains[0, at]
-            total = total + torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropies[0, at]
+            ratio = (logprobs[0, at] - old[0, at]).exp()
+            gain = gains[0, at]
+            total = (
+                total
+                + torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+                + 0.01 * entropies[0, at]
+            )
     theirs = -total / int((labels != IGNORE_INDEX).sum())
     theirs.backward()
     return {"loss": relative(ours, theirs.detach()), **gradient_errors(model, plain)}
@@ -249,9 +301,12 @@ def test_log_probabilities_and_losses_on_them_are_exact(cp, family):
 
     def work():
         errors = {}
-        (model, _), plain = parallel(cp, tiny_config(family)), tiny_model(tiny_config(family))
+        (model, _) = parallel(cp, tiny_config(family))
+        plain = tiny_model(tiny_config(family))
         for compare in (with_all_results, with_shares, *([with_preferences] if cp == 2 else [])):
-            errors |= {f"{compare.__name__} {name}": error for name, error in compare(model, plain).items()}
+            errors |= {
+                f"{compare.__name__} {name}": error for name, error in compare(model, plain).items()
+            }
             for each in (model, plain):
                 each.zero_grad()
         return errors
@@ -261,7 +316,8 @@ def test_log_probabilities_and_losses_on_them_are_exact(cp, family):
 
 def test_losses_of_data_parallel_groups_add_up():
     def work():
-        (model, mesh), plain = parallel(2, tiny_config("llama")), tiny_model(tiny_config("llama"))
+        (model, mesh) = parallel(2, tiny_config("llama"))
+        plain = tiny_model(tiny_config("llama"))
         ids, labels, documents = packed(2)
         mine = slice(mesh.dp_rank, mesh.dp_rank + 1)
         tokens = ithaka.token_logprobs(model, ids[mine], labels[mine], document_ids=documents[mine])
@@ -273,8 +329,11 @@ def test_losses_of_data_parallel_groups_add_up():
 
 
 def test_missing_labels_and_plain_models_are_refused():
-    ids, (model, _) = random_ids(1, 4), parallel(1)
-    assert_refused(lambda: ithaka.token_logprobs(model, ids, None), fix="pass labels", error=TypeError)
+    ids = random_ids(1, 4)
+    model, _ = parallel(1)
+    assert_refused(
+        lambda: ithaka.token_logprobs(model, ids, None), fix="pass labels", error=TypeError
+    )
     plain = tiny_model(tiny_config("llama"))
     no_parallel_model = partial(ithaka.token_logprobs, plain, ids, ids)
     assert_refused(no_parallel_model, "LlamaForCausalLM", fix="ithaka.parallelize(")

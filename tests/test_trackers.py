@@ -1,4 +1,5 @@
-"""Each tracker's own files have every metric, offline, under the usual names; callbacks and failures."""
+"""Each tracker's own files have every metric, offline, under the usual names; callbacks and
+failures."""
 
 import json
 import os
@@ -33,7 +34,8 @@ def wandb_records(folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        data, place = file.read_bytes(), 7
+        data = file.read_bytes()
+        place = 7
         while place + 7 < len(data):
             _, length, kind = struct.unpack_from("<IHB", data, place)
             if kind == 1:
@@ -44,14 +46,20 @@ def wandb_records(folder):
 
 def wandb_scalars(folder):
     for record in wandb_records(folder):
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        row = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         step = row.get("train/global_step")
-        yield from ((key, step, value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+        yield from (
+            (key, step, value) for key, value in row.items() if key.startswith(("train/", "eval/"))
+        )
 
 
 def wandb_ending(folder):
     codes = [record.exit.exit_code for record in wandb_records(folder) if record.HasField("exit")]
-    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""  # the latest run's
+    # the latest run's
+    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""
 
 
 def trackio_scalars(folder):
@@ -59,7 +67,11 @@ def trackio_scalars(folder):
 
     for name in SQLiteStorage.get_runs(trackers_module.PROJECT):
         for row in SQLiteStorage.get_logs(trackers_module.PROJECT, name):
-            yield from ((key, row["step"], value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+            yield from (
+                (key, row["step"], value)
+                for key, value in row.items()
+                if key.startswith(("train/", "eval/"))
+            )
 
 
 def mlflow_scalars(folder):
@@ -71,7 +83,8 @@ def mlflow_scalars(folder):
             assert each.data.params["train.seed"] == "0"
             for key in each.data.metrics:
                 yield from (
-                    (key, entry.step, entry.value) for entry in client.get_metric_history(each.info.run_id, key)
+                    (key, entry.step, entry.value)
+                    for entry in client.get_metric_history(each.info.run_id, key)
                 )
 
 
@@ -93,7 +106,8 @@ READERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("mlflow", "wandb") else n for n in READERS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("mlflow", "wandb") else n for n in READERS],
 )
 def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
@@ -105,7 +119,8 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
     if name == "trackio":
         for module in ("trackio.sqlite_storage", "trackio.utils", "trackio"):
             monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio")
-    config, run_dir = tiny_run(tmp_path, train={"track": [name]}), tmp_path / "run"
+    config = tiny_run(tmp_path, train={"track": [name]})
+    run_dir = tmp_path / "run"
     run_dir.mkdir()
     for step, ending in enumerate(("killed", "failed", "finished")):
         trackers = Trackers(run_dir, config, step)
@@ -117,12 +132,15 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
     logged = {each for each in READERS[name](tmp_path) if each[0] in names}
     assert logged == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
-    assert name == "tensorboard" or json.loads((run_dir / trackers_module.IDS_FILE).read_text())[name]
+    assert (
+        name == "tensorboard" or json.loads((run_dir / trackers_module.IDS_FILE).read_text())[name]
+    )
 
 
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_lost(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config, run_dir = tiny_run(tmp_path, train={"track": ["tensorboard"]}), tmp_path / "run"
+    config = tiny_run(tmp_path, train={"track": ["tensorboard"]})
+    run_dir = tmp_path / "run"
     run_dir.mkdir()
     for checkpoint, losses in ((0, [1.0, 2.0, 3.0]), (1, [9.0])):
         trackers = Trackers(run_dir, config, checkpoint)
@@ -140,8 +158,17 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
     monkeypatch.setitem(trackers_module.TRACKERS, "wandb", failing)
-    assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", fix="fix its settings")
-    monkeypatch.setitem(trackers_module.TRACKERS, "wandb", lambda *_: trackers_module.Tracker(None, failing, failing))
+    assert_refused(
+        lambda: Trackers(tmp_path, config, 0),
+        "train.track=wandb",
+        "no network",
+        fix="fix its settings",
+    )
+    monkeypatch.setitem(
+        trackers_module.TRACKERS,
+        "wandb",
+        lambda *_: trackers_module.Tracker(None, failing, failing),
+    )
     (tmp_path / trackers_module.IDS_FILE).write_text('{"wan')  # truncated by a crash
     trackers = Trackers(tmp_path, config, 2)
     console = Console(tmp_path, 3, trackers=trackers)
@@ -164,12 +191,16 @@ def crash(patch):
 def stop(patch):
     train_step = trainer_module.train_step
     patch.setattr(
-        trainer_module, "train_step", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or train_step(*a, **k)
+        trainer_module,
+        "train_step",
+        lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or train_step(*a, **k),
     )
 
 
 @pytest.mark.parametrize("fault, ending", [(None, "finished"), (crash, "failed"), (stop, "killed")])
-def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypatch, capsys, fault, ending):
+def test_trackers_learn_how_a_run_ended_and_cannot_change_it(
+    tmp_path, monkeypatch, capsys, fault, ending
+):
     pytest.importorskip("wandb")
     endings = []
 
@@ -178,9 +209,13 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
         raise OSError("no network")
 
     monkeypatch.setitem(
-        trackers_module.TRACKERS, "wandb", lambda *_: trackers_module.Tracker(None, lambda *_: None, close)
+        trackers_module.TRACKERS,
+        "wandb",
+        lambda *_: trackers_module.Tracker(None, lambda *_: None, close),
     )
-    config = tiny_run(tmp_path, train={"track": ["wandb"], "validate_every": 0, "validate_sequences": 0})
+    config = tiny_run(
+        tmp_path, train={"track": ["wandb"], "validate_every": 0, "validate_sequences": 0}
+    )
     if fault is not None:
         fault(monkeypatch)
     if fault is crash:
@@ -189,17 +224,23 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     else:
         run(config)
     assert endings == [ending]
-    words = "train.track=wandb could not be closed (OSError: no network); it may lack the last steps"
+    words = (
+        "train.track=wandb could not be closed (OSError: no network); it may lack the last steps"
+    )
     assert capsys.readouterr().out.count(words) == 1
-    try_lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    subprocess.run([sys.executable, "-c", try_lock, config.train.run_dir / "lock"], check=True)  # the run released it
+    try_lock = (
+        "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    )
+    # the run released it
+    subprocess.run([sys.executable, "-c", try_lock, config.train.run_dir / "lock"], check=True)
 
 
 class Recorder:
     """Records its calls in a file; the last `on_evaluation` fails."""
 
     def __init__(self, run_dir, config):
-        self.file, self.steps = run_dir / "calls.txt", config.train.steps
+        self.file = run_dir / "calls.txt"
+        self.steps = config.train.steps
 
     def write(self, *words):
         with self.file.open("a") as file:
@@ -229,13 +270,26 @@ class Ending:
 
 def test_callbacks_are_called_and_cannot_end_the_run(tmp_path, capsys):
     names = ["test_trackers:Recorder", "test_trackers:Ending"]
-    config = tiny_run(tmp_path, train={"callbacks": names, "steps": 3, "save_every": 1, "validate_every": 3})
+    config = tiny_run(
+        tmp_path, train={"callbacks": names, "steps": 3, "save_every": 1, "validate_every": 3}
+    )
     run(config)
     calls = (config.train.run_dir / "calls.txt").read_text().splitlines()
-    assert calls[:5] == ["step 0 False", "evaluation 0 val_loss", "step 1 True", "step 2 True", "save 1"]
-    assert calls[5:] == ["step 3 True", "evaluation 3 val_loss"], "a callback that failed is not called again"
+    assert calls[:5] == [
+        "step 0 False",
+        "evaluation 0 val_loss",
+        "step 1 True",
+        "step 2 True",
+        "save 1",
+    ]
+    assert calls[5:] == ["step 3 True", "evaluation 3 val_loss"], (
+        "a callback that failed is not called again"
+    )
     assert (config.train.run_dir / "ending.txt").read_text() == "finished"
-    words = "train.callbacks=test_trackers:Recorder failed in on_evaluation (ValueError: no room); the run continues"
+    words = (
+        "train.callbacks=test_trackers:Recorder failed in on_evaluation (ValueError: no "
+        "room); the run continues"
+    )
     assert capsys.readouterr().out.count(words) == 1
     for name in ("test_trackers", "test_trackers:Nobody", "nowhere:Class"):
         wrong = tiny_run(tmp_path / "wrong", train={"callbacks": [name]})

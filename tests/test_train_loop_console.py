@@ -20,31 +20,49 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from ithaka.checkpoint import files
+from ithaka.checkpoint import checkpoints
 from ithaka.config import AdapterConfig, LossConfig
 from ithaka.config.units import format_count, plural
 from ithaka.exits import ExitCode, TransientError
-from ithaka.inputs.batch import count_pairs
+from ithaka.inputs.shard import count_pairs
 from ithaka.log import console as console_module
 from ithaka.log.console import Console, describe, status
-from ithaka.log.metrics import Record, open_metrics, read_metrics
+from ithaka.log.metrics import StepRecord, open_metrics, read_metrics
 from ithaka.log.trackers import rename_metrics
 from ithaka.run import launch
 from ithaka.run.shapes import find_shape
-from ithaka.train import loop, watch
-from ithaka.train.trainer import Diverged
-from ithaka.train.watch import flops_utilization, step_flops
+from ithaka.train import agreement, journal, loop, shutdown
+from ithaka.train.agreement import (
+    Agreement,
+    MemoryUse,
+    RankState,
+    StepFigures,
+    agree,
+    measure_memory,
+)
+from ithaka.train.bad_steps import Diverged
+from ithaka.train.journal import flops_utilization, step_flops
 from programs import Program
 from runs import metrics, run, start_program, tiny_run, wait_for
 from test_trackers import tensorboard_scalars
 
 
-def record(step: int, **changes) -> Record:
+def record(step: int, **changes) -> StepRecord:
     values = dict(
-        step=step, loss=2.5, val_loss=None, lr=1e-3, grad_norm=0.7, tokens=100 * step, label_tokens=99,
-        tokens_per_s=12345.0, step_s=0.5, mfu=None, device_peak_bytes=None, host_peak_bytes=3 * 2**30,
-    )  # fmt: skip
-    return Record(**{**values, **changes})
+        step=step,
+        loss=2.5,
+        val_loss=None,
+        lr=1e-3,
+        grad_norm=0.7,
+        tokens=100 * step,
+        label_tokens=99,
+        tokens_per_s=12345.0,
+        step_s=0.5,
+        mfu=None,
+        device_peak_bytes=None,
+        host_peak_bytes=3 * 2**30,
+    )
+    return StepRecord(**{**values, **changes})
 
 
 def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_path):
@@ -55,13 +73,22 @@ def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert [line["val_loss"] is not None for line in lines] == [True, False, True, False, True]
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
-    keys = "step loss val_loss lr grad_norm tokens tokens_per_s step_s mfu device_peak_bytes host_peak_bytes"
+    keys = (
+        "step loss val_loss lr grad_norm tokens tokens_per_s step_s mfu device_peak_bytes "
+        "host_peak_bytes"
+    )
     assert set(keys.split()) <= set(lines[1])
-    assert not [key for line in lines for key in line if "/" in key], "one source has no losses by source"
+    assert not [key for line in lines for key in line if "/" in key], (
+        "one source has no losses by source"
+    )
     assert [line["tokens"] for line in lines] == [61 * step for step in range(5)]
     assert all(line["host_peak_bytes"] > 2**20 and line["mfu"] is None for line in lines)
     if track:
-        named = {(name, line["step"]): value for line in lines for name, value in rename_metrics(line).items()}
+        named = {
+            (name, line["step"]): value
+            for line in lines
+            for name, value in rename_metrics(line).items()
+        }
         written = {(name, step): value for name, step, value in tensorboard_scalars(tmp_path)}
         assert written == pytest.approx(named, rel=1e-5) and ("train/loss", 4) in named
         assert len(list(tmp_path.glob("run/tensorboard/events*"))) == 1
@@ -69,13 +96,20 @@ def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_
 
 def test_each_source_has_its_own_loss(ranks, tmp_path):
     settings = {"train": {"steps": 2, "validate_every": 2, "accumulate": 2}}
-    sources = [{"path": str(tmp_path / "texts" / files), "weight": 2} for files in ("*[02468].txt", "*[13579].txt")]
+    sources = [
+        {"path": str(tmp_path / "texts" / files), "weight": 2}
+        for files in ("*[02468].txt", "*[13579].txt")
+    ]
     config = tiny_run(tmp_path, data={"path": None, "sources": sources, "context": 400}, **settings)
     ranks.run(2, run, config)
     apart = metrics(config.train.run_dir)
     for line in apart:
         for key in ("loss", "val_loss"):
-            means = [line[f"{key}/{name}"] for name in ("*[02468]", "*[13579]") if f"{key}/{name}" in line]
+            means = [
+                line[f"{key}/{name}"]
+                for name in ("*[02468]", "*[13579]")
+                if f"{key}/{name}" in line
+            ]
             assert len(means) == (0 if line[key] is None else 2)
             assert not means or min(means) < line[key] < max(means)
     assert all("sources" not in each for each in apart)
@@ -84,17 +118,37 @@ def test_each_source_has_its_own_loss(ranks, tmp_path):
     )
 
 
-@pytest.mark.parametrize("minutes, every, background, description", [
-    (15.0, 0, True, None),
-    (15.0, 0, False, "every 15 minutes, in the foreground: 3 GiB of host memory per node are not free for a copy"),
-    (0.0, 0, True, "at the end, in the background, from 3 GiB of host memory per node"),
-    (15.0, 9, True, "every 15 minutes and 9 steps, in the background, from 3 GiB of host memory per node"),
-])  # fmt: skip
-def test_the_header_describes_saving_unless_it_is_the_default(minutes, every, background, description):
+@pytest.mark.parametrize(
+    "minutes, every, background, description",
+    [
+        (15.0, 0, True, None),
+        (
+            15.0,
+            0,
+            False,
+            (
+                "every 15 minutes, in the foreground: 3 GiB of host memory per node are not "
+                "free for "
+                "a copy"
+            ),
+        ),
+        (0.0, 0, True, "at the end, in the background, from 3 GiB of host memory per node"),
+        (
+            15.0,
+            9,
+            True,
+            "every 15 minutes and 9 steps, in the background, from 3 GiB of host memory per node",
+        ),
+    ],
+)
+def test_the_header_describes_saving_unless_it_is_the_default(
+    minutes, every, background, description
+):
     settings = SimpleNamespace(train=SimpleNamespace(save_minutes=minutes, save_every=every))
-    saver, planned = SimpleNamespace(background=background), SimpleNamespace(saved_bytes=3 * 2**30)
+    saver = SimpleNamespace(background=background)
+    planned = SimpleNamespace(saved_bytes=3 * 2**30)
     trainer = SimpleNamespace(config=settings, saver=saver, run=planned)
-    assert watch._describe_saving(trainer).get("saving") == description
+    assert journal._describe_saving(trainer).get("saving") == description
 
 
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
@@ -145,13 +199,17 @@ def test_the_last_line_of_the_bar_fits_a_terminal_of_110_columns(tmp_path, monke
     console = Console(tmp_path, num_steps=300)
     console.step(record(300, val_loss=2.25, host_peak_bytes=517_367_398))
     console.close()
-    assert "step 300/300  validation loss 2.2500\n" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    assert "step 300/300  validation loss 2.2500\n" in re.sub(
+        r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()
+    )
     [bar] = [line for line in output.getvalue().split("\n") if "━" in line][-1:]
     assert "loss 2.5000" in bar and "493.4 MiB" in bar
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_distillations_validation_says_that_it_is_a_cross_entropy(tmp_path, monkeypatch, terminal):
+def test_a_distillations_validation_says_that_it_is_a_cross_entropy(
+    tmp_path, monkeypatch, terminal
+):
     """Its loss is a divergence: without a teacher, validation cannot measure that."""
     loss = LossConfig(type="distill", teacher=Path("data"))
     names = [each.validation_name for each in (loss, LossConfig(), LossConfig(type="my:loss"))]
@@ -160,7 +218,9 @@ def test_a_distillations_validation_says_that_it_is_a_cross_entropy(tmp_path, mo
     console = Console(tmp_path, num_steps=3, validation_name=loss.validation_name)
     console.step(record(1, val_loss=2.25))
     console.close()
-    assert ("validation cross-entropy 2.2500" if terminal else "  val cross-entropy 2.2500  lr ") in output.getvalue()
+    assert (
+        "validation cross-entropy 2.2500" if terminal else "  val cross-entropy 2.2500  lr "
+    ) in output.getvalue()
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
@@ -176,20 +236,32 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 
 
 def test_flops_are_counted_and_counts_are_short():
-    assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
-    assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
+    assert (
+        step_flops(1000, num_tokens=10, head_size=12, num_pairs=100)
+        == 6 * 1000 * 10 + 12 * 12 * 100
+    )
+    assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == [
+        "7",
+        "999",
+        "12.3K",
+        "2.89M",
+        "8B",
+    ]
     numbers = [plural(n, "sequence") for n in (0, 1, 2000)]
     assert numbers == ["0 sequences", "1 sequence", "2,000 sequences"]
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():
-    """Frozen weights take two matrix products instead of three. An embedding takes none, unless it is the head too."""
+    """Frozen weights take two matrix products instead of three. An embedding takes none, unless it
+    is the head too."""
     trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=4))
-    weights = {"llama3-8b": 7_504_658_432, "llama3.2-1b": 1_235_746_816}  # without norms and the 8B model's embedding
+    # without norms and the 8B model's embedding
+    weights = {"llama3-8b": 7_504_658_432, "llama3.2-1b": 1_235_746_816}
     cases = (("llama3-8b", 10**10, None), ("llama3.2-1b", 10**10, None), ("llama3-8b", 0, None))
     for model, num_trained, adapter in (*cases, ("llama3-8b", 10**8, AdapterConfig())):
         shape = replace(find_shape(model), adapter=adapter)
-        trainer.run, trainer.num_trained = SimpleNamespace(shape=shape), num_trained
+        trainer.run = SimpleNamespace(shape=shape)
+        trainer.num_trained = num_trained
         flops = (6 if num_trained == 10**10 else 4) * weights[
             model
         ] * 1000 + 12 * shape.heads * shape.head_dim * 500_500
@@ -206,45 +278,55 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     program = start_program(config, 2)
     wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
     with pytest.raises(TransientError, match="in use by another run"):
-        files.check_not_locked(config.train.run_dir)
+        checkpoints.check_not_locked(config.train.run_dir)
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
-    stopped = next(line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line)
-    assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
+    stopped = next(
+        line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line
+    )
+    assert shlex.split(stopped.partition(": ")[2]) == [
+        "ithaka",
+        "train",
+        "--resume",
+        str(config.train.run_dir),
+    ]
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 
 def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
     """If ranks decided differently, they would wait for each other."""
-    trainer = SimpleNamespace(
-        mesh=SimpleNamespace(device=torch.device("cpu")), save_is_due=False, saver=SimpleNamespace(is_done=False)
-    )
-    most = 2**60  # bytes
-    other = signal.SIGTERM, True, True, None, most, None, None, None, 2.0
-    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, other])
-    agreed = loop._agree([], trainer, rank_figures=(1.0,))
-    memory = {"device_peak_bytes": None, "host_peak_bytes": most, "device_reserved_bytes": None}
-    memory |= {"device_unused_bytes": None, "allocator_retries": None}
-    assert agreed == (signal.SIGTERM, (True, True), memory, [(1.0, 2.0)])
+    most = MemoryUse(None, 2**60)
+    figures = [StepFigures(0.0, 1.0, 2.0, [3.0]), StepFigures(0.0, 4.0, 5.0, [6.0])]
+    own = RankState(0, False, False, measure_memory(torch.device("cpu")), figures[0])
+    other = RankState(signal.SIGTERM, True, True, most, figures[1])
+    monkeypatch.setattr(agreement, "gather_objects", lambda own: [own, other])
+    assert agree(own) == Agreement(signal.SIGTERM, True, True, most, figures)
 
 
 def test_unused_memory_is_that_of_one_rank_and_survives_a_profile(monkeypatch):
-    """Another rank has the largest peak. A profile, at whose start this rank had reserved 9 bytes, reset the peaks."""
-    figures = {"max_memory_allocated": 3, "max_memory_reserved": 4, "memory_stats": {"num_alloc_retries": 1}}
+    """Another rank has the largest peak. A profile, at whose start this rank had reserved 9 bytes,
+    reset the peaks."""
+    figures = {
+        "max_memory_allocated": 3,
+        "max_memory_reserved": 4,
+        "memory_stats": {"num_alloc_retries": 1},
+    }
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    device, save = torch.device("cuda", 0), {"save_is_due": False, "saver": SimpleNamespace(is_done=False)}
-    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, (0, False, False, 8, 0, 10, 2, 0)])
-    _, _, memory, _ = loop._agree([], SimpleNamespace(mesh=SimpleNamespace(device=device), **save), (5, 9))
-    names = "device_peak_bytes", "device_reserved_bytes", "device_unused_bytes", "allocator_retries"
-    assert [memory[name] for name in names] == [8, 10, 4, 1]
+    own = RankState(0, False, False, measure_memory(torch.device("cuda", 0), (5, 9)))
+    other = RankState(0, False, False, MemoryUse(8, 0, 10, 2, 0))
+    monkeypatch.setattr(agreement, "gather_objects", lambda own: [own, other])
+    host_bytes = own.memory.host_peak_bytes
+    assert agree(own).memory == MemoryUse(8, host_bytes, 10, 4, 1)
 
 
 def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(tmp_path, 300, 34)
-    console._bar.update(console._task, status="loss 2.9915  lr 3.93e-03  grad 2.409  2.12K tok/s  host 493.4 MiB")
+    console._bar.update(
+        console._task, status="loss 2.9915  lr 3.93e-03  grad 2.409  2.12K tok/s  host 493.4 MiB"
+    )
     with console._rich.capture() as captured:
         console._rich.print(console._bar.get_renderable())
     console.close()
@@ -267,12 +349,16 @@ def test_a_second_signal_exits_immediately_but_an_echo_does_not(monkeypatch, cap
     assert capfd.readouterr().err == 2 * stopping  # only the first is answered
     with launch.catch_stop_signals():
         signal.raise_signal(signal.SIGTERM)
-    assert capfd.readouterr().err == "SIGTERM: stopping after this step; a second signal stops at once.\n"
+    assert (
+        capfd.readouterr().err
+        == "SIGTERM: stopping after this step; a second signal stops at once.\n"
+    )
 
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_stops_a_run_once_unless_nohup_ignores_it(monkeypatch, ignored, capfd):
-    calls, before = [], signal.SIG_IGN if ignored else lambda number, frame: None
+    calls = []
+    before = signal.SIG_IGN if ignored else lambda number, frame: None
     monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if each came later
     previous = signal.signal(signal.SIGHUP, before)
     try:
@@ -285,7 +371,9 @@ def test_a_closed_terminal_stops_a_run_once_unless_nohup_ignores_it(monkeypatch,
             names = ["SIGINT"] if ignored else ["SIGHUP", "SIGINT"]
             assert [each.name for each in received] == names
             assert signal.getsignal(signal.SIGHUP) == before, "restored"
-        first = [(signal.SIGINT, False)] if ignored else [(signal.SIGHUP, False), (signal.SIGINT, True)]
+        first = (
+            [(signal.SIGINT, False)] if ignored else [(signal.SIGHUP, False), (signal.SIGINT, True)]
+        )
         assert calls == 2 * first
     finally:
         signal.signal(signal.SIGHUP, previous)
@@ -293,12 +381,17 @@ def test_a_closed_terminal_stops_a_run_once_unless_nohup_ignores_it(monkeypatch,
 
 @pytest.fixture
 def grace(monkeypatch, tmp_path):
-    """A shutdown with train.grace_s=0.1 that records in `.done` whether it waits or exits, and with what outcome."""
-    run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
-    grace = loop.GracefulShutdown(run)
+    """A shutdown with train.grace_s=0.1 that records in `.done` whether it waits or exits, and with
+    what outcome."""
+    run = SimpleNamespace(
+        config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run"
+    )
+    grace = shutdown.GracefulShutdown(run)
     grace.done = []
-    monkeypatch.setattr(loop, "exit_rank", grace.done.append)
-    monkeypatch.setattr(loop, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
+    monkeypatch.setattr(shutdown, "exit_rank", grace.done.append)
+    monkeypatch.setattr(
+        shutdown, "handle_stop_signal", lambda number, again: grace.done.append("waits")
+    )
     yield grace
     grace.close()
 
@@ -313,7 +406,8 @@ def test_a_step_that_outlasts_the_grace_period_is_aborted(grace):
         and "train.grace_s=0.1" in left.text
         and "no checkpoint yet" in left.text
     )
-    grace.step_start, grace.step_s = time.monotonic(), 0.3
+    grace.step_start = time.monotonic()
+    grace.step_s = 0.3
     grace.done.clear()
     grace.handle_signal(signal.SIGINT, False)
     assert grace.done == ["waits"]  # Ctrl-C has no time limit
@@ -328,11 +422,12 @@ def test_a_step_that_outlasts_the_grace_period_is_aborted(grace):
 
 
 def test_the_grace_period_ends_even_if_storage_hangs(grace, monkeypatch):
-    """The name of the last checkpoint is read from the run directory, and a log may be written there."""
+    """The name of the last checkpoint is read from the run directory, and a log may be written
+    there."""
     hangs = threading.Event()
-    monkeypatch.setattr(loop, "READ_LIMIT_S", 0.1)
-    monkeypatch.setattr(files, "describe_last", lambda run_dir: hangs.wait(60))
-    monkeypatch.setattr(loop, "handle_stop_signal", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(shutdown, "READ_LIMIT_S", 0.1)
+    monkeypatch.setattr(checkpoints, "describe_last", lambda run_dir: hangs.wait(60))
+    monkeypatch.setattr(shutdown, "handle_stop_signal", lambda *_: hangs.wait(60))
     threading.Thread(target=grace.handle_signal, args=(signal.SIGTERM, False), daemon=True).start()
     wait_for(lambda: grace.done, timeout_s=30)
     assert grace.done[0].text.endswith("run/latest could not be read: check its storage.")
@@ -341,8 +436,10 @@ def test_the_grace_period_ends_even_if_storage_hangs(grace, monkeypatch):
 
 def wait_in_cpp(folder):
     """Wait like a rank in a collective that another rank does not join."""
-    run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(grace_s=0.2)), run_dir=folder)
-    with launch.catch_stop_signals(loop.GracefulShutdown(run).handle_signal):
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(grace_s=0.2)), run_dir=folder
+    )
+    with launch.catch_stop_signals(shutdown.GracefulShutdown(run).handle_signal):
         reader, writer = os.pipe()
         if not (worker := os.fork()):
             os.write(writer, b"ready")
@@ -356,11 +453,15 @@ def wait_in_cpp(folder):
         torch.distributed.HashStore().wait(["never"], timedelta(seconds=60))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_the_grace_period_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     program = Program(tmp_path, wait_in_cpp, tmp_path)
     wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program)
-    assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
+    assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), (
+        "a forked process has its own signals"
+    )
     os.kill(program.pid, number)
     assert program.wait() == ExitCode.SIGNALED + number
     first, last = program.stderr.splitlines()
@@ -384,7 +485,9 @@ def diverging(config):
 
 def test_a_run_that_diverges_stops_and_saves_nothing(ranks, tmp_path):
     train = {"steps": 20, "save_every": 0, "validate_every": 0}
-    config = tiny_run(tmp_path, train=train, optim={"lr": 1e38, "warmup_steps": 0, "clip_norm": None})
+    config = tiny_run(
+        tmp_path, train=train, optim={"lr": 1e38, "warmup_steps": 0, "clip_norm": None}
+    )
     assert all(ranks.run(2, diverging, config))
     assert not (tmp_path / "run/latest").exists()
 
@@ -400,7 +503,9 @@ def test_pairs_are_counted_inside_documents_and_windows():
         num_visible += visible.long()
     assert count_pairs(documents, [None, 2]) == int(num_visible.sum())
     chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the previous one
-    assert count_pairs(chain, [None], parents_BN=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(0 * chain, [None])
+    assert count_pairs(chain, [None], parents_BN=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(
+        0 * chain, [None]
+    )
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])
@@ -432,8 +537,12 @@ def test_the_progress_bar_names_work_between_steps(tmp_path, monkeypatch):
 
 
 def test_a_long_cooldown_and_allocator_retries_are_reported(tmp_path, monkeypatch, capfd):
-    optim, measure = {"schedule": "wsd", "cooldown_steps": 50, "warmup_steps": 0}, loop.measure_memory
-    monkeypatch.setattr(loop, "measure_memory", lambda *args: measure(*args) | {"allocator_retries": 2})
+    optim = {"schedule": "wsd", "cooldown_steps": 50, "warmup_steps": 0}
+
+    def with_retries(*args):
+        return replace(measure_memory(*args), allocator_retries=2)
+
+    monkeypatch.setattr(loop, "measure_memory", with_retries)
     run(tiny_run(tmp_path, train={"steps": 2}, optim=optim))
     printed = " ".join(capfd.readouterr().out.split())
     assert "optim.cooldown_steps=50 exceeds the 2 steps after the warm-up" in printed

@@ -1,5 +1,5 @@
-"""Steps equal plain PyTorch, with unequal micro-batches, two data-parallel ranks, clipping and AdamW, and so does a run
-on conversations."""
+"""Steps equal plain PyTorch, with unequal micro-batches, two data-parallel ranks, clipping and
+AdamW, and so does a run on conversations."""
 
 import json
 import math
@@ -40,7 +40,8 @@ def batches_of(dp_rank: int) -> list[Batch]:
         ids_BS = torch.randint(61, (1, 13), generator=generator)
         labels_BS = ids_BS.clone()
         labels_BS[:, : 13 if (dp_rank, micro) == (1, 0) else 2 + 5 * micro + dp_rank] = -100
-        sources_BS = torch.randint(2, (1, 13), generator=generator)  # the last of three sources has no label
+        # the last of three sources has no label
+        sources_BS = torch.randint(2, (1, 13), generator=generator)
         made.append(Batch(ids_BS, labels_BS, torch.zeros_like(ids_BS), sources_BS))
     return made
 
@@ -49,9 +50,13 @@ def our_steps(num_steps: int, cp: int, family: str):
     mesh = make_mesh(cp)
     model = parallelize_model(tiny_model(tiny_config(family)), mesh=mesh)
     optimizer = make_optimizer(model, OPTIM)
-    batches, options = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
+    batches = batches_of(mesh.dp_rank)
+    options = {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
     # The last step has one source.
-    results = [train_step(model, optimizer, batches, **options, source_names=SOURCES) for _ in range(num_steps - 1)]
+    results = [
+        train_step(model, optimizer, batches, **options, source_names=SOURCES)
+        for _ in range(num_steps - 1)
+    ]
     results.append(train_step(model, optimizer, batches, **options))
     # A step without labels and a validation change nothing.
     without = [batch._replace(labels=torch.full_like(batch.labels, -100)) for batch in batches]
@@ -72,7 +77,9 @@ def source_losses(model: nn.Module, batches: list[Batch], what: str) -> dict[str
     """Return the mean loss over each source's labels."""
     means = {}
     for source in range(2):
-        own = [b._replace(labels=b.labels.masked_fill(b.source_ids != source, -100)) for b in batches]
+        own = [
+            b._replace(labels=b.labels.masked_fill(b.source_ids != source, -100)) for b in batches
+        ]
         count = sum(int((b.labels[:, 1:] != -100).sum()) for b in own)
         means[f"{what}/{SOURCES[source]}"] = float(sum(summed_loss(model, b) for b in own)) / count
     return means
@@ -116,7 +123,10 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
     [
         (1, 1, "llama"),
         (2, 2, "qwen3"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1, "llama"), (4, 2, "qwen2"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 1, "llama"), (4, 2, "qwen2"))
+        ),
     ],
 )
 def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
@@ -137,49 +147,80 @@ def talk(number: int) -> list[dict]:
     messages = [{"role": "system", "content": f"Be kind to {number}"}]
     for turn in range(1 + number % 3):
         messages.append({"role": "user", "content": f"the user asks {number} " * (1 + turn)})
-        messages.append({"role": "assistant", "content": f"Answer {number + turn}", "train": (number + turn) % 4 != 1})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": f"Answer {number + turn}",
+                "train": (number + turn) % 4 != 1,
+            }
+        )
     return messages
 
 
 def plain_tokens(hf, messages: list[dict]) -> tuple[list[int], list[int]]:
     """Tokenize a conversation in ChatML piece by piece; return ids and labels."""
-    ids, labels = [], []
+    ids = []
+    labels = []
     for message in messages:
         for piece, answers in (
             (f"<|im_start|>{message['role']}\n", False),
-            (f"{message['content']}<|im_end|>", message["role"] == "assistant" and message["train"]),
+            (
+                f"{message['content']}<|im_end|>",
+                message["role"] == "assistant" and message["train"],
+            ),
             ("\n", False),
         ):
             new = hf(piece, add_special_tokens=False)["input_ids"]
-            ids, labels = ids + new, labels + (new if answers else [-100] * len(new))
+            ids = ids + new
+            labels = labels + (new if answers else [-100] * len(new))
     return ids, labels
 
 
 def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
-    """The plain loop takes only the choice of conversations from the batches, and processes each one alone."""
-    hf, source = templates.chat_tokenizer(templates.CHATML), tmp_path / "source"
+    """The plain loop takes only the choice of conversations from the batches, and processes each
+    one alone."""
+    hf = templates.chat_tokenizer(templates.CHATML)
+    source = tmp_path / "source"
     hf.save_pretrained(source)
     torch.manual_seed(0)
     config = LlamaConfig(**{**runs.MODEL, "vocab_size": len(hf)})
     AutoModelForCausalLM.from_config(config).save_pretrained(source)
     talks = [talk(number) for number in range(24)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
-    data = {"path": str(tmp_path / "talks.jsonl"), "tokenizer": None, "context": 203, "validation_fraction": 0}
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(json.dumps({"messages": each}) + "\n" for each in talks)
+    )
+    data = {
+        "path": str(tmp_path / "talks.jsonl"),
+        "tokenizer": None,
+        "context": 203,
+        "validation_fraction": 0,
+    }
     train = {"steps": 4, "accumulate": 2, "validate_every": 0, "validate_sequences": 0}
-    run = runs.tiny_run(tmp_path, data=data, train=train, parallel={"cp": 2}, optim={"lr": 1e-2, "clip_norm": 0.5})
+    run = runs.tiny_run(
+        tmp_path, data=data, train=train, parallel={"cp": 2}, optim={"lr": 1e-2, "clip_norm": 0.5}
+    )
     run = replace(run, model=replace(run.model, path=source, dtype="float64"))
     ranks.run(2, runs.run, run)
 
     by_ids = {tuple(ids): labels for ids, labels in (plain_tokens(hf, each) for each in talks)}
-    opened = open_data(run.data, tokenizer=Tokenizer(hf), seed=run.train.seed, accumulate=2, cache_dir=tmp_path / "ids")
+    opened = open_data(
+        run.data,
+        tokenizer=Tokenizer(hf),
+        seed=run.train.seed,
+        accumulate=2,
+        cache_dir=tmp_path / "ids",
+    )
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
-    optimizer, num_tokens = plain_optimizer(model, run.optim), []
+    optimizer = plain_optimizer(model, run.optim)
+    num_tokens = []
     for step, line in enumerate(runs.metrics(tmp_path / "run")):
-        losses, count = torch.zeros((), dtype=torch.float64), 0
+        losses = torch.zeros((), dtype=torch.float64)
+        count = 0
         for batch in (opened.next_batch(), opened.next_batch()):
             lengths = batch.document_ids[0].unique_consecutive(return_counts=True)[1].tolist()
             documents = [tuple(each.tolist()) for each in batch.input_ids[0].split(lengths)]
-            for ids in documents if documents[-1] in by_ids else documents[:-1]:  # the last may be padding
+            # the last may be padding
+            for ids in documents if documents[-1] in by_ids else documents[:-1]:
                 labels = torch.tensor(by_ids[ids])[1:]
                 losses = losses + nn.functional.cross_entropy(
                     model(torch.tensor([ids])).logits[0, :-1], labels, reduction="sum"
@@ -194,14 +235,21 @@ def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
         optimizer.zero_grad()
         assert line["label_tokens"] == count
         # Hugging Face's norms and RoPE round to fp32 in both, and AdamW's first steps amplify that.
-        assert (line["loss"], line["grad_norm"]) == pytest.approx((losses.item() / count, norm.item()), rel=1e-6)
+        assert (line["loss"], line["grad_norm"]) == pytest.approx(
+            (losses.item() / count, norm.item()), rel=1e-6
+        )
     opened.close()
     assert len(num_tokens) > 16 and len(set(num_tokens)) > 2
 
 
 def test_without_clipping_the_norm_is_measured_and_gradients_stay():
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
-    params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((2, 2), -1.0)
+    params = [
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(2, 2)),
+        nn.Parameter(torch.zeros(1)),
+    ]
+    params[0].grad = torch.full((3,), 2.0)
+    params[1].grad = torch.full((2, 2), -1.0)
     assert clip_gradients(params, None, torch.device("cpu")).item() == pytest.approx(4.0)
     assert params[0].grad.tolist() == [2.0] * 3
     clip_gradients(params, 8.0, torch.device("cpu"))
@@ -212,7 +260,8 @@ def test_without_clipping_the_norm_is_measured_and_gradients_stay():
 
 
 def wide_gradients() -> list[torch.Tensor]:
-    """Return 300 thousand elements over twelve decades. An fp32 sum loses the small ones, and more on fewer ranks."""
+    """Return 300 thousand elements over twelve decades. An fp32 sum loses the small ones, and more
+    on fewer ranks."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(2**17, 1), (100, 1001), (17,), (3, 5), (2**16 + 1,)]
     decades = [torch.empty(size).uniform_(-8, 4, generator=generator) for size in sizes]
@@ -221,14 +270,20 @@ def wide_gradients() -> list[torch.Tensor]:
 
 def sharded_norms(clip_norm: float | None):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params = [nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, [Shard(0)])) for g in wide_gradients()]
+    params = [
+        nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, [Shard(0)]))
+        for g in wide_gradients()
+    ]
     for param, grad in zip(params, wide_gradients(), strict=True):
         param.grad = distribute_tensor(grad, mesh, [Shard(0)])
     params.append(nn.Parameter(torch.zeros(3)))
     params[-1].grad = torch.full((3,), 1e3)  # not sharded, so it counts once
     replicas = min(2, dist.get_world_size())
     grid = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
-    zeros, grad = (distribute_tensor(torch.full((4,), value), grid, [Replicate(), Shard(0)]) for value in (0.0, 1e3))
+    zeros, grad = (
+        distribute_tensor(torch.full((4,), value), grid, [Replicate(), Shard(0)])
+        for value in (0.0, 1e3)
+    )
     params.append(nn.Parameter(zeros))
     params[-1].grad = grad  # on every replica, but it counts once
     norm = clip_gradients(params, clip_norm, torch.device("cpu"))
@@ -273,29 +328,44 @@ def test_each_schedule_ends_at_the_minimum():
         optim = OptimConfig(**shared, **changes)
         return [learning_rate(step, optim, 20) for step in range(22)]
 
-    linear, wsd, short = rates(schedule="linear"), rates(schedule="wsd", cooldown_steps=5), rates(schedule="wsd")
+    linear = rates(schedule="linear")
+    wsd = rates(schedule="wsd", cooldown_steps=5)
+    short = rates(schedule="wsd")
     assert [each[:3] for each in (linear, wsd, short)] == [[1.0, 2.0, 2.0]] * 3
     assert linear[2:20] == pytest.approx(torch.linspace(2.0, 0.5, 18).tolist())
     assert wsd[2:15] == [2.0] * 13 and wsd[15:20] == pytest.approx([2.0, 1.625, 1.25, 0.875, 0.5])
-    assert short[:19] == [1.0, *[2.0] * 18] and [each[19:] for each in (linear, wsd, short)] == [[0.5] * 3] * 3
+    assert (
+        short[:19] == [1.0, *[2.0] * 18]
+        and [each[19:] for each in (linear, wsd, short)] == [[0.5] * 3] * 3
+    )
 
 
 def test_learning_rates_follow_the_names_of_parameters():
     """The first matching pattern applies. Weight decay still applies to matrices only."""
     model = tiny_model(tiny_config("llama", tie_word_embeddings=False))
     optim = OptimConfig(lr_factors={"embed|head": 0.5, "mlp": 0, "layers.1": 3})
-    groups = {(g["lr_factor"], g["weight_decay"]): g["params"] for g in make_optimizer(model, optim).param_groups}
+    groups = {
+        (g["lr_factor"], g["weight_decay"]): g["params"]
+        for g in make_optimizer(model, optim).param_groups
+    }
     names = {id(param): name for name, param in model.named_parameters()}
     names_by_group = {key: {names[id(param)] for param in params} for key, params in groups.items()}
     assert names_by_group[0.5, 0.1] == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert all("mlp" in name for name in names_by_group[0.0, 0.1]) and len(names_by_group[0.0, 0.1]) == 6
+    assert (
+        all("mlp" in name for name in names_by_group[0.0, 0.1])
+        and len(names_by_group[0.0, 0.1]) == 6
+    )
     assert all(".layers.1." in name for name in names_by_group[3.0, 0.1] | names_by_group[3.0, 0.0])
-    assert "model.norm.weight" in names_by_group[1.0, 0.0] and sum(map(len, names_by_group.values())) == len(names)
+    assert "model.norm.weight" in names_by_group[1.0, 0.0] and sum(
+        map(len, names_by_group.values())
+    ) == len(names)
     for pattern, factor, fix in (("norm", -1, "at least 0"), ("a(", 2, "escape it")):
         refused = lambda: OptimConfig(lr_factors={pattern: factor})  # noqa: B023, E731
         assert_refused(refused, f"optim.lr_factors={{{pattern}: {factor}}}", fix=fix)
     unused = OptimConfig(lr_factors={"embed": 0.5, "embed_tokens": 2})
-    assert_refused(lambda: make_optimizer(model, unused), "optim.lr_factors=embed_tokens", fix="part of a name")
+    assert_refused(
+        lambda: make_optimizer(model, unused), "optim.lr_factors=embed_tokens", fix="part of a name"
+    )
 
 
 def test_the_rate_does_not_jump_when_a_run_gets_more_steps():

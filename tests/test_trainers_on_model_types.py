@@ -1,7 +1,8 @@
-"""TRL's trainers through `long_context`, on two ranks and various model types, match plain TRL in logs and weights.
+"""TRL's trainers through `long_context`, on two ranks and various model types, match plain TRL in
+logs and weights.
 
-Models, and all settings that matter to them, are transformers' and TRL's defaults: some MoE models get the
-load-balancing loss, others have routers with persistent buffers.
+Models, and all settings that matter to them, are transformers' and TRL's defaults: some MoE models
+get the load-balancing loss, others have routers with persistent buffers.
 """
 
 import contextlib
@@ -14,22 +15,38 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from decoders import tiny_decoder
-from ithaka.hf.trainer import long_context
+from ithaka.hf.trainers import long_context
 from test_preferences_and_rewards import RESTARTED, TIMES, answers, pairs, reward, tokenizer
 from trainers import COMMON_ARGUMENTS, ShiftRouters, full_weights, trainer_environment
 
 # Tolerances of logs, relative above 1, and of weights, in fp32.
-TOLERANCES = dict.fromkeys(("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"), (1e-5, 1e-6))
-# This model amplifies rounding: plain TRL in fp32 and in fp64 differ by 2e-4 in grad_norm and by 1.3e-5 in weights.
+TOLERANCES = dict.fromkeys(
+    ("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"), (1e-5, 1e-6)
+)
+# This model amplifies rounding: plain TRL in fp32 and in fp64 differ by 2e-4 in grad_norm and by
+# 1.3e-5 in weights.
 TOLERANCES["qwen3_next"] = 1e-3, 5e-5
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, {"max_length": 64}),
     "dpo": (DPOTrainer, DPOConfig, {"max_length": 64}),
     "kto": (KTOTrainer, KTOConfig, {"max_length": 64}),
-    "grpo": (GRPOTrainer, GRPOConfig, {"max_completion_length": 32, "num_generations": 2, "beta": 0.1}),
+    "grpo": (
+        GRPOTrainer,
+        GRPOConfig,
+        {"max_completion_length": 32, "num_generations": 2, "beta": 0.1},
+    ),
 }
 # In the default tier, which has SFT in test_hugging_face.py.
 FAST = {("deepseek_v3", "dpo")}  # GRPO: test_preferences_and_rewards.py
@@ -54,7 +71,8 @@ def make_rows(trainer):
 
 
 def train(name, cp, model_folder, folder, resume=None):
-    """Train for two steps on the current ranks, or with plain TRL if cp is 0. Return logs and weights."""
+    """Train for two steps on the current ranks, or with plain TRL if cp is 0. Return logs and
+    weights."""
     trainer_class, config_class, settings = TRAINERS[name]
     if cp:
         trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
@@ -72,7 +90,10 @@ def train(name, cp, model_folder, folder, resume=None):
         trainer.remove_callback(PrinterCallback)
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume)
-        logs = [{k: v for k, v in log.items() if not any(w in k for w in TIMES)} for log in trainer.state.log_history]
+        logs = [
+            {k: v for k, v in log.items() if not any(w in k for w in TIMES)}
+            for log in trainer.state.log_history
+        ]
         return logs, full_weights(trainer.model)
 
 
@@ -101,13 +122,18 @@ def saved_model(tmp_path_factory):
 
 
 def check(run, expected, log_tolerance, weight_tolerance):
-    (logs, weights), (plain_logs, plain_weights) = run, expected
+    (logs, weights) = run
+    (plain_logs, plain_weights) = expected
     for log, plain in zip(logs, plain_logs, strict=True):
         assert not plain.keys() - log.keys()
         for key, value in plain.items():
-            # In the first step, model and reference are equal, so the sign of a reward margin is random.
+            # In the first step, model and reference are equal, so the sign of a reward margin is
+            # random.
             if (key, plain["step"]) != ("rewards/accuracies", 1):
-                assert log[key] == pytest.approx(value, rel=log_tolerance, abs=log_tolerance), (key, plain["step"])
+                assert log[key] == pytest.approx(value, rel=log_tolerance, abs=log_tolerance), (
+                    key,
+                    plain["step"],
+                )
     assert weights.keys() == plain_weights.keys()
     for name, tensor in weights.items():
         assert (tensor - plain_weights[name]).abs().max() < weight_tolerance, name
@@ -120,14 +146,22 @@ def drop_totals(logs):
 
 @pytest.mark.parametrize(
     "model_type, trainer",
-    [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in product(TOLERANCES, TRAINERS)],
+    [
+        cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in product(TOLERANCES, TRAINERS)
+    ],
 )
-def test_two_ranks_train_as_plain_trl_and_resume_bitwise(ranks, saved_model, tmp_path, model_type, trainer):
+def test_two_ranks_train_as_plain_trl_and_resume_bitwise(
+    ranks, saved_model, tmp_path, model_type, trainer
+):
     folder = saved_model(model_type)
     (expected,) = ranks.run(1, train, trainer, 0, folder, tmp_path / "plain")
     logs, weights = expected
     start = AutoModelForCausalLM.from_pretrained(folder)
-    assert all((weights[name] - p).abs().max() > TOLERANCES[model_type][1] for name, p in start.named_parameters())
+    assert all(
+        (weights[name] - p).abs().max() > TOLERANCES[model_type][1]
+        for name, p in start.named_parameters()
+    )
     assert ("aux_loss" in logs[0]) == (model_type in WITH_BALANCING_LOSS)
     assert any("e_score" in name for name in weights) == (model_type in WITH_ROUTER_BUFFERS)
     for run, resumed in ranks.run(2, train_and_resume, trainer, folder, tmp_path):

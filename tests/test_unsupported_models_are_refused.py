@@ -54,7 +54,12 @@ def test_attention_dropout_is_refused():
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn", "proportional", "dynamic"])
 def test_rope_types_are_accepted(rope_type):
-    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": rope_type,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    }
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
     find_root(on_meta(tiny_config("llama", rope_parameters=rope))).check_model()
 
@@ -62,7 +67,12 @@ def test_rope_types_are_accepted(rope_type):
 def test_rope_on_part_of_each_head_is_refused_if_transformers_cannot_compute_it():
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
     model = on_meta(tiny_config("llama", rope_parameters=rope))
-    assert_refused(partial(parallelize_model, model, mesh=make_mesh(1)), "does not run", "size of tensor", fix="use a")
+    assert_refused(
+        partial(parallelize_model, model, mesh=make_mesh(1)),
+        "does not run",
+        "size of tensor",
+        fix="use a",
+    )
 
 
 class ScaledLinear(nn.Linear):
@@ -102,7 +112,8 @@ BAD_LAYOUTS = [
 
 
 def bad_layouts():
-    """Try impossible layouts on two ranks, such as cp=3 or more ranks than heads, and return the messages."""
+    """Try impossible layouts on two ranks, such as cp=3 or more ranks than heads, and return the
+    messages."""
     model = on_meta(LlamaConfig(**tiny_config("llama", heads=1, kv_heads=1).to_diff_dict()))
     wide = on_meta(tiny_config("llama"))
     messages = []
@@ -130,7 +141,8 @@ def test_impossible_layouts_are_refused(ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_frequencies_rounded_to_16_bits_are_refused(dtype):
-    """`model.to(dtype)` rounds them too: at position 1000, the fastest angle would be off by more than a radian."""
+    """`model.to(dtype)` rounds them too: at position 1000, the fastest angle would be off by more
+    than a radian."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
     find_root(model).check_model()
     message = refusal(model.to(torch.float32).to(dtype))

@@ -1,4 +1,5 @@
-"""Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in fp64."""
+"""Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in
+fp64."""
 
 import copy
 import importlib.util
@@ -17,20 +18,20 @@ import ithaka
 from general import add_lora, assert_equal, fp64_tiles, gradient_errors
 from ithaka.checks.rehearse import rehearse
 from ithaka.checks.verify import InFloat64
-from ithaka.cli.plan import plan
+from ithaka.cli.plan import plan_command
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
-from ithaka.model.shape import measure_model
+from ithaka.model.measure import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.read_config import count_patches
 from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer
-from ithaka.run.request import make_request
+from ithaka.run.check_request import make_request
 from ithaka.run.shapes import find_shape
 from parity import Errors, relative
 from refusals import assert_refused
@@ -38,7 +39,8 @@ from threads import run_on_threads
 
 diffusers = pytest.importorskip("diffusers")
 
-HOST, ATTENTION = ActivationPolicy("host", "host"), ActivationPolicy("device", "device")
+HOST = ActivationPolicy("host", "host")
+ATTENTION = ActivationPolicy("device", "device")
 WAN = {
     "num_attention_heads": 4,
     "attention_head_dim": 12,
@@ -120,18 +122,26 @@ def wide_video() -> Iterator[None]:
         yield
 
 
-def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], trained: tuple[str, ...], **others):
+def loss_and_gradients(
+    model: nn.Module, inputs: dict[str, Tensor], trained: tuple[str, ...], **others
+):
     cloned = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
     with InFloat64():
         sample = model(**cloned, **others).sample
         weights = torch.linspace(0.5, 2, sample.numel(), dtype=sample.dtype).view_as(sample)
         loss = ((sample - weights) * weights).square().mean()
     loss.backward()
-    return {"sample": sample.detach(), "loss": loss.detach()} | {name: cloned[name].grad for name in trained}
+    return {"sample": sample.detach(), "loss": loss.detach()} | {
+        name: cloned[name].grad for name in trained
+    }
 
 
 def compare(
-    plain: nn.Module, inputs: dict[str, Tensor], layout: Layout, trained: tuple[str, ...] = (), **others
+    plain: nn.Module,
+    inputs: dict[str, Tensor],
+    layout: Layout,
+    trained: tuple[str, ...] = (),
+    **others,
 ) -> list[Errors]:
     """Return the errors of every rank, including gradients of the inputs in `trained`."""
     models = [copy.deepcopy(plain) for _ in range(layout.cp)]
@@ -139,9 +149,13 @@ def compare(
 
     def work() -> Errors:
         mesh = make_mesh(layout.cp, ring=layout.ring)
-        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        model = parallelize_model(
+            models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device)
+        )
         results = loss_and_gradients(model, inputs, trained, **others)
-        return {name: relative(results[name], expected[name]) for name in expected} | gradient_errors(model, plain)
+        return {
+            name: relative(results[name], expected[name]) for name in expected
+        } | gradient_errors(model, plain)
 
     with wide_video():
         return run_on_threads(layout.cp, work)
@@ -155,9 +169,23 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
     "Wan on one rank": ("wan", {}, "wan", Layout(tile_tokens=7), ALL, {}),
     "Wan in stages and tiles": ("wan", {}, "wan", Layout(2, **TILES), ALL, {}),
     "Wan on four ranks, with padding": ("wan", {}, "wan", Layout(4), ALL, {}),
-    "Wan in a ring, on the host": ("wan", {}, "wan", Layout(4, ring=2, kept=(HOST,) * 2, tile_tokens=5), ALL, {}),
+    "Wan in a ring, on the host": (
+        "wan",
+        {},
+        "wan",
+        Layout(4, ring=2, kept=(HOST,) * 2, tile_tokens=5),
+        ALL,
+        {},
+    ),
     "Wan 2.2, per token": ("wan", {}, "per token", Layout(2, **TILES), ("hidden_states",), {}),
-    "Wan 2.2, gradients of timesteps": ("wan", {}, "per token", Layout(2, tile_tokens=4), ("timestep",), {}),
+    "Wan 2.2, gradients of timesteps": (
+        "wan",
+        {},
+        "per token",
+        Layout(2, tile_tokens=4),
+        ("timestep",),
+        {},
+    ),
     "Wan, image to video": (
         "wan",
         {"image_dim": 6, "added_kv_proj_dim": 48},
@@ -172,11 +200,18 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
 }
 
 
-SLOW = ("Wan on one rank", "Wan in stages and tiles", "Wan on four ranks, with padding", "Wan 2.2, per token")
+SLOW = (
+    "Wan on one rank",
+    "Wan in stages and tiles",
+    "Wan on four ranks, with padding",
+    "Wan 2.2, per token",
+)
 SLOW += ("LTX on one rank", "LTX on four ranks")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_equals_plain_diffusers(case):
     kind, changes, inputs, layout, trained, others = CASES[case]
     assert_equal(compare(tiny(kind, **changes), inputs_of(inputs), layout, trained, **others))
@@ -187,7 +222,9 @@ def test_clips_of_a_batch_do_not_mix():
 
 
 def test_explicit_coordinates_of_patches_are_used():
-    coords = torch.rand(1, 3, 18, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 20
+    coords = (
+        torch.rand(1, 3, 18, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 20
+    )
     assert_equal(compare(tiny("ltx"), inputs_of("ltx"), Layout(2), video_coords=coords))
 
 
@@ -201,22 +238,29 @@ def test_adapters_equal_peft(kind):
     assert_equal(compare(plain, inputs_of(kind), Layout(2, **TILES), **others))
 
 
-def sample_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode, others) -> tuple[Tensor, Tensor]:
+def sample_and_gradients(
+    model: nn.Module, inputs: dict[str, Tensor], mode, others
+) -> tuple[Tensor, Tensor]:
     with mode:
         sample = model(**inputs, **others).sample
     sample.double().square().mean().backward()
-    full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    full = [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
     return sample.detach().double(), torch.cat([grad.double().flatten() for grad in full])
 
 
 @pytest.mark.parametrize("kind", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_precise_as_autocast(kind):
-    exact, inputs, others = tiny(kind), inputs_of(kind), SIZES if kind == "ltx" else {}
+    exact = tiny(kind)
+    inputs = inputs_of(kind)
+    others = SIZES if kind == "ltx" else {}
     with torch.no_grad():
         for param in exact.parameters():
             param.mul_(0.5)
     narrow = {name: t.float() for name, t in inputs.items()}
-    plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
+    plain = copy.deepcopy(exact).float()
+    models = [copy.deepcopy(exact).float()]
     expected = sample_and_gradients(exact, inputs, InFloat64(), others)
     theirs = sample_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16), others)
 
@@ -245,7 +289,8 @@ def test_models_are_saved_under_the_names_of_diffusers(tmp_path):
     loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.float64)
     assert loaded.config.num_layers == 2
     for (name, saved), param in zip(loaded.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(saved.double(), param.to(saved.dtype).double()), name  # diffusers keeps some in fp32
+        # diffusers keeps some in fp32
+        assert torch.equal(saved.double(), param.to(saved.dtype).double()), name
 
 
 @pytest.mark.parametrize("way", ["add_adapter", "get_peft_model"])
@@ -264,7 +309,9 @@ def test_diffusers_loads_saved_adapters(tmp_path, way):
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora_" in name}
     run_on_threads(1, lambda: ithaka.parallelize(model).save_pretrained(tmp_path))
     loaded = tiny("wan")
-    loaded.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors", adapter_name="default")
+    loaded.load_lora_adapter(
+        tmp_path, weight_name="pytorch_lora_weights.safetensors", adapter_name="default"
+    )
     assert loaded.peft_config["default"].lora_alpha == 5
     actual = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
     assert expected.keys() == actual.keys()
@@ -278,7 +325,12 @@ def test_diffusers_loads_saved_adapters(tmp_path, way):
 def joint(name: str):
     sizes = {"num_attention_heads": 2, "num_layers": 1, "attention_head_dim": 8}
     if name == "HunyuanVideoTransformer3DModel":
-        sizes |= {"num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
+        sizes |= {
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 8,
+            "pooled_projection_dim": 8,
+        }
         sizes |= {"rope_axes_dim": (2, 2, 4)}
     return getattr(diffusers, name)(**sizes)
 
@@ -291,16 +343,25 @@ def test_joint_attention_is_refused(name):
 
 REFUSED_CALLS = {
     "no tensor": ({"timestep": 3}, "timestep is int; pass a tensor"),
-    "one timestep too many": ({"timestep": torch.ones(2)}, r"timestep has shape \(2,\); use the 1 clips"),
+    "one timestep too many": (
+        {"timestep": torch.ones(2)},
+        r"timestep has shape \(2,\); use the 1 clips",
+    ),
     "not patches": ({"hidden_states": torch.zeros(1, 3, 2, 3, 4)}, "multiples of the patch size"),
     "too long": ({"hidden_states": torch.zeros(1, 3, 1, 2, 64)}, "rope_max_seq_len=16"),
     "no image encoder": (
         {"encoder_hidden_states_image": torch.zeros(1, 4, 6)},
         "passed, but the model has no",
     ),
-    "scaled adapters": ({"attention_kwargs": {"scale": 0.5}}, "is not supported by a parallel model"),
+    "scaled adapters": (
+        {"attention_kwargs": {"scale": 0.5}},
+        "is not supported by a parallel model",
+    ),
     "unknown": ({"controlnet": torch.zeros(1)}, "controlnet.*is not supported"),
-    "timesteps of some tokens": ({"timestep": torch.ones(1, 7)}, "timestep has 7 values for 18 patches"),
+    "timesteps of some tokens": (
+        {"timestep": torch.ones(1, 7)},
+        "timestep has 7 values for 18 patches",
+    ),
 }
 
 
@@ -322,7 +383,8 @@ def test_ranks_with_different_clips_are_refused():
     models = [tiny("wan") for _ in range(2)]
 
     def work() -> None:
-        model, inputs = ithaka.parallelize(models[dist.get_rank()], cp=2), inputs_of("wan")
+        model = ithaka.parallelize(models[dist.get_rank()], cp=2)
+        inputs = inputs_of("wan")
         inputs["timestep"] = inputs["timestep"] + dist.get_rank()
         with pytest.raises(ConfigError, match="have different batches: timestep"):
             model(**inputs)
@@ -333,7 +395,9 @@ def test_ranks_with_different_clips_are_refused():
 def test_a_block_that_computes_something_else_is_refused(monkeypatch):
     wan = diffusers.models.transformers.transformer_wan
     plain = wan.WanAttnProcessor.__call__
-    monkeypatch.setattr(wan.WanAttnProcessor, "__call__", lambda *args, **kwargs: 1.1 * plain(*args, **kwargs))
+    monkeypatch.setattr(
+        wan.WanAttnProcessor, "__call__", lambda *args, **kwargs: 1.1 * plain(*args, **kwargs)
+    )
     with pytest.raises(ConfigError, match="the output differs by"):
         ithaka.parallelize(tiny("wan"))
 
@@ -351,7 +415,9 @@ def test_a_clip_has_as_many_tokens_as_patches():
     for wrong in ("81x720", "81x720x", "1Mx2x3", "0x720x1280"):
         with pytest.raises(ConfigError, match=f"--video {wrong}: use frames x height x width"):
             count_patches(find_config("wan2.1-14b"), wrong)
-    with pytest.raises(ConfigError, match="--video 81x720x1280 applies to .*; use --context for this model"):
+    with pytest.raises(
+        ConfigError, match="--video 81x720x1280 applies to .*; use --context for this model"
+    ):
         count_patches(find_config("qwen3-vl-4b"), "81x720x1280")
 
 
@@ -420,20 +486,26 @@ ONLY_FOR_TOKENS = ["adapter.base=nf4", "adapter.dropout=0.1"]
 
 
 @pytest.mark.parametrize(
-    "setting", ["loss.type=dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ONLY_FOR_TOKENS)]
+    "setting",
+    ["loss.type=dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ONLY_FOR_TOKENS)],
 )
 def test_plans_refuse_what_video_transformers_do_not_have(setting):
     hardware = find_hardware("8xH100-80GB", None, None, None)
     assert make_request("wan2.1-1.3b", hardware, "64K", 1, [], adapter=16).plan().fits
     assert_refused(
-        lambda: make_request("wan2.1-1.3b", hardware, "64K", 1, [setting]), setting, "video", fix="leave it out"
+        lambda: make_request("wan2.1-1.3b", hardware, "64K", 1, [setting]),
+        setting,
+        "video",
+        fix="leave it out",
     )
     request = make_request("wan2.1-1.3b", hardware, "64K", 1, [])
-    assert_refused(lambda: request.with_branches("4x1K"), "--branches 4x1K", "video", fix="leave it out")
+    assert_refused(
+        lambda: request.with_branches("4x1K"), "--branches 4x1K", "video", fix="leave it out"
+    )
 
 
 def test_a_video_has_no_configuration_to_train():
     with pytest.raises(ConfigError, match="--yaml writes a configuration for `ithaka train`"):
-        plan("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", as_yaml=True)
+        plan_command("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", as_yaml=True)
     with pytest.raises(ConfigError, match="--video and --context cannot be combined"):
-        plan("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", context="1M")
+        plan_command("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", context="1M")

@@ -1,4 +1,5 @@
-"""`iterate_weights` yields what a plain model of the same weights saves, with adapters merged or separate."""
+"""`iterate_weights` yields what a plain model of the same weights saves, with adapters merged or
+separate."""
 
 import copy
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 import ithaka
-from ithaka.weights.save import iterate_weights
+from ithaka.weights.save_pretrained import iterate_weights
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 from threads import run_on_threads
@@ -18,7 +19,9 @@ CASES = {"experts": ("qwen3_moe", {}), "tied": ("llama", {"tie_word_embeddings":
 
 
 def adapted_model():
-    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    lora = LoraConfig(
+        r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    )
     model = get_peft_model(tiny_model(tiny_config("llama")), lora)
     for param in model.parameters():
         if param.requires_grad:
@@ -57,7 +60,9 @@ def test_a_base_in_four_bits_is_not_merged():
 
 def test_a_model_without_an_adapter_has_nothing_but_its_weights():
     model = ithaka.parallelize(tiny_model(tiny_config("llama")))
-    assert_refused(lambda: next(iterate_weights(model, merge=False)), "merge=False", fix="leave merge out")
+    assert_refused(
+        lambda: next(iterate_weights(model, merge=False)), "merge=False", fix="leave merge out"
+    )
 
 
 def test_adapters_are_merged_or_separate(tmp_path):

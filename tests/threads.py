@@ -1,7 +1,8 @@
 """Ranks as threads of one process: real exchanges and real FSDP2, even with a single GPU.
 
-PyTorch's threaded process group runs a collective in rank 0's thread, on its current stream, without synchronizing with
-the streams of other ranks and FSDP2. `Ordered` makes it wait for them, and them for it, as NCCL would.
+PyTorch's threaded process group runs a collective in rank 0's thread, on its current stream,
+without synchronizing with the streams of other ranks and FSDP2. `Ordered` makes it wait for them,
+and them for it, as NCCL would.
 """
 
 import threading
@@ -14,7 +15,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 
 class Ordered(multi_threaded_pg.Collective):
-    """A collective that runs after all work queued on each rank's current stream, and before all work queued later."""
+    """A collective that runs after all work queued on each rank's current stream, and before all
+    work queued later."""
 
     def __init__(self, world_size: int, collective: Any, pg: Any) -> None:
         super().__init__(world_size, collective, pg)
@@ -47,7 +49,8 @@ def run_on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 3
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        # Autograd's thread per device would run the backward of every rank, and block in the first rank's exchange.
+        # Autograd's thread per device would run the backward of every rank, and block in the first
+        # rank's exchange.
         torch.autograd.set_multithreading_enabled(False)
         try:
             dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
@@ -56,7 +59,8 @@ def run_on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 3
             errors[rank] = error
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
 
-    plain, multi_threaded_pg.Collective = multi_threaded_pg.Collective, Ordered
+    plain = multi_threaded_pg.Collective
+    multi_threaded_pg.Collective = Ordered
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]

@@ -1,7 +1,9 @@
-"""Compare traced peaks with those of the planner's formulas: `python tests/traced.py [MODEL...]` prints a table.
+"""Compare traced peaks with those of the planner's formulas: `python tests/traced.py [MODEL...]`
+prints a table.
 
-Needs no GPU. One layer of each kind is traced at 64Ki tokens per rank; peaks are those of all layers, in GiB and in X.
-`python tests/traced.py rehearsed` compares traced peaks with those measured on an H200 (rehearsed.csv).
+Needs no GPU. One layer of each kind is traced at 64Ki tokens per rank; peaks are those of all
+layers, in GiB and in X. `python tests/traced.py rehearsed` compares traced peaks with those
+measured on an H200 (rehearsed.csv).
 """
 
 import json
@@ -21,7 +23,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.shapes import find_shape
-from ithaka.run.trace import trace_model, trace_plan
+from ithaka.run.trace_plan import trace_model, trace_plan
 
 MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
 LOCAL_TOKENS = 2**16
@@ -63,7 +65,9 @@ def compare(model: str, plan: Plan) -> tuple[dict[str, tuple[float, float]], flo
 
 def trace_row(row: dict[str, str]) -> float:
     """Return the traced peak of a rehearsal in GiB."""
-    layers, cp, tokens = int(row["layers"]), int(row["cp"]), parse_count(row["context"]) or 0
+    layers = int(row["layers"])
+    cp = int(row["cp"])
+    tokens = parse_count(row["context"]) or 0
     keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
     sizes = int(row["heads_per_stage"]), int(row["tile_tokens"])
     options = {"overlap": row["overlap"] == "1", "dtype": "bfloat16", "kernel": row["kernel"]}
@@ -76,18 +80,27 @@ def compare_rehearsed() -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rehearsed.ROWS:
         if row["peak_gib"]:
-            measured, traced, planned = float(row["peak_gib"]), trace_row(row), rehearsed.plan_row(row)[0]
+            measured = float(row["peak_gib"])
+            traced = trace_row(row)
+            planned = rehearsed.plan_row(row)[0]
             found.setdefault(row["set"], []).append((traced / measured - 1, planned / measured - 1))
-            name = " ".join(row[key] for key in ("set", "kernel", "model", "cp", "context", "heads_per_stage", "tier"))
+            name = " ".join(
+                row[key]
+                for key in ("set", "kernel", "model", "cp", "context", "heads_per_stage", "tier")
+            )
             errors = "  ".join(f"{error:+.1%}" for error in found[row["set"]][-1])
             print(
-                f"{name:50} measured {measured:6.2f}  traced {traced:6.2f}  planned {planned:6.2f}  {errors}",
+                f"{name:50} measured {measured:6.2f}  traced {traced:6.2f}  planned "
+                f"{planned:6.2f}  {errors}",
                 flush=True,
             )
     for name, errors in found.items():
         for i, what in enumerate(("traced", "planned")):
             sizes = [abs(pair[i]) for pair in errors]
-            print(f"{name}, {what}: {len(sizes)} peaks, median {median(sizes):.1%}, max {max(sizes):.1%}")
+            print(
+                f"{name}, {what}: {len(sizes)} peaks, median {median(sizes):.1%}, max "
+                f"{max(sizes):.1%}"
+            )
 
 
 def main() -> None:

@@ -28,7 +28,11 @@ def trainer_environment(cp: int) -> Iterator[None]:
     """Set torchrun's variables, unless cp is 0, and reset accelerate's state at the end."""
     with pytest.MonkeyPatch.context() as patch:
         if cp:
-            ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+            ranks = {
+                "RANK": dist.get_rank(),
+                "LOCAL_RANK": dist.get_rank(),
+                "WORLD_SIZE": dist.get_world_size(),
+            }
             for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
                 patch.setenv(name, str(value))
         try:
@@ -41,12 +45,16 @@ def trainer_environment(cp: int) -> Iterator[None]:
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return full parameters and persistent buffers."""
     stored = model.state_dict().keys()
-    named = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in stored)]
+    named = [
+        *model.named_parameters(),
+        *(item for item in model.named_buffers() if item[0] in stored),
+    ]
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
 
 
 class ShiftRouters(TrainerCallback):
-    """Changes the persistent buffers of routers after each step, as a callback for balanced experts would."""
+    """Changes the persistent buffers of routers after each step, as a callback for balanced experts
+    would."""
 
     def on_step_end(self, args, state, control, model, **others):
         for name, buffer in model.named_buffers():

@@ -13,7 +13,7 @@ def __getattr__(name: str):
         "label_share": "ithaka.model.logprobs",
         "distill": "ithaka.model.distillation",
         "pack_prefixes": "ithaka.model.prefixes",
-        "iterate_weights": "ithaka.weights.save",
+        "iterate_weights": "ithaka.weights.save_pretrained",
         "Layout": "ithaka.layout",
     }
     if name in homes:

@@ -1,5 +1,5 @@
-"""Exit codes, by which launchers, Slurm and Kubernetes decide whether to restart a run, and which errors are transient.
-docs/exit-codes.md quotes the table."""
+"""Exit codes, by which launchers, Slurm and Kubernetes decide whether to restart a run, and which
+errors are transient. docs/exit-codes.md quotes the table."""
 
 from __future__ import annotations
 
@@ -10,29 +10,44 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit code of a command. `final`: a restart would end the same way. A command stopped by a signal exits with
-    SIGNALED + signal."""
+    """Exit code of a command. `final`: a restart would end the same way. A command stopped by a
+    signal exits with SIGNALED + signal."""
 
     meaning: str
     final: bool
 
     def __new__(cls, code: int, meaning: str, final: bool) -> ExitCode:
         member = int.__new__(cls, code)
-        member._value_, member.meaning, member.final = code, meaning, final
+        member._value_ = code
+        member.meaning = meaning
+        member.final = final
         return member
 
     DONE = 0, "all steps are done", True
     FAILED = 1, "another error; its traceback is printed", False
-    WRONG_INPUT = 2, "wrong input: a setting, a file or the machine; the message says what to change", True
+    WRONG_INPUT = (
+        2,
+        "wrong input: a setting, a file or the machine; the message says what to change",
+        True,
+    )
     OUT_OF_MEMORY = 3, "out of memory on a device, on the host or in the disk tier", True
     HANG = 4, "a rank hung or died; the message names it", False
-    DIVERGED = 5, "diverged: a loss or gradient was not finite, or spiked, and stayed so when computed again", True
+    DIVERGED = (
+        5,
+        "diverged: a loss or gradient was not finite, or spiked, and stayed so when computed again",
+        True,
+    )
     TRANSIENT = (
         75,
-        "transient fault: storage or network errors, a full disk, a locked run directory, a file not yet visible",
+        "transient fault: storage or network errors, a full disk, a locked run directory, a file "
+        "not yet visible",
         False,
     )
-    SIGNALED = 128, "stopped on request: 129 by SIGHUP, 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM", False
+    SIGNALED = (
+        128,
+        "stopped on request: 129 by SIGHUP, 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM",
+        False,
+    )
 
 
 FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)
@@ -40,11 +55,13 @@ FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)
 # Transient storage and network faults, unlike missing files and permissions.
 STORAGE_ERRNOS = ["EAGAIN", "EBUSY", "EIO", "ENOLINK", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]
 FULL_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")  # safetensors and tokenizers have no errno
-NETWORK_ERRNOS = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN"]
-NETWORK_ERRNOS += ["ENETRESET", "ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
+# safetensors and tokenizers have no errno.
+FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
+NETWORK_ERRNOS = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN"]
+NETWORK_ERRNOS += ["EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
 # Some platforms lack some of these names.
-TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE_ERRNOS + NETWORK_ERRNOS} | {socket.EAI_AGAIN}
+TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE_ERRNOS + NETWORK_ERRNOS}
+TRANSIENT_ERRNOS.add(socket.EAI_AGAIN)
 # CUDA and its callers (PyTorch, NCCL, Triton); PyTorch's CPU allocator; cuBLAS and cuDNN.
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 TRANSIENT_HTTP_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
@@ -70,11 +87,12 @@ def is_transient(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not be written because its disk or quota is full."""
-    return any(
-        (isinstance(cause, OSError) and cause.errno in FULL_DISK_ERRNOS)
-        or any(text in str(cause) for text in FULL_DISK_MESSAGES)
-        for cause in causes(error)
-    )
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in FULL_DISK_ERRNOS:
+            return True
+        if any(text in str(cause) for text in FULL_DISK_MESSAGES):
+            return True
+    return False
 
 
 def describe_transient(error: BaseException) -> str:
@@ -82,7 +100,9 @@ def describe_transient(error: BaseException) -> str:
     if isinstance(error, TransientError):
         return str(error)
     text = f"{type(error).__name__}: {error}"
-    return f"the disk is full ({text}); free space, then run the command again" if is_disk_full(error) else text
+    if is_disk_full(error):
+        return f"the disk is full ({text}); free space, then run the command again"
+    return text
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -93,16 +113,21 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # Match by name and message: torch may not be imported, and not all of it raises torch.OutOfMemoryError.
+    # Match by name and message: torch may not be imported, and not all of it raises
+    # torch.OutOfMemoryError.
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    has_name = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return has_name or (isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES))
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES)
 
 
 def exit_code_for(error: BaseException) -> ExitCode:
     """The error's own `exit_code`, or the one for its kind."""
-    if isinstance(code := getattr(error, "exit_code", None), ExitCode):
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, ExitCode):
         return code
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY

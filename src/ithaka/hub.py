@@ -1,5 +1,5 @@
-"""Models on the Hugging Face hub: the local snapshot of org/name or org/name@revision, downloaded if it is not cached;
-and uploads.
+"""Models on the Hugging Face hub: the local snapshot of org/name or org/name@revision, downloaded
+if it is not cached; and uploads.
 
 huggingface_hub provides the cache, the token, resumed downloads and offline mode (HF_HUB_OFFLINE).
 """
@@ -31,60 +31,54 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> P:
-    """Return the directory of a model. If `path` does not exist and could be a name on the hub, print the size of the
-    files that are not cached, and download them, with or without `weights`. Any other path is returned unchanged.
-    `setting` prefixes errors."""
+    """Return the directory of a model. If `path` does not exist and could be a name on the hub,
+    print the size of the files that are not cached, and download them, with or without `weights`.
+    Any other path is returned unchanged. `setting` prefixes errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
         return path
     if snapshot := SNAPSHOT.fullmatch(str(path)):
-        repo, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
+        repo = f"{snapshot[1]}/{snapshot[2]}"
+        revision = snapshot[3]
     else:
         repo, revision = split_revision(str(path))
-    return _download(repo, revision, f"{setting}{path}", weights) if re.fullmatch(HUB_ID, repo) else path
+    if not re.fullmatch(HUB_ID, repo):
+        return path
+    return _download(repo, revision, f"{setting}{path}", weights)
 
 
 def model_files(path: Path) -> dict[str, int]:
     """Names and sizes of the files in a model's directory that downloads include."""
-    files = (file for pattern in _FILES for file in path.glob(pattern))
-    included = (file for file in files if not any(fnmatch(file.name, other) for other in _OTHER_FORMATS))
-    return {file.name: file.stat().st_size for file in included}
+    sizes = {}
+    for pattern in _FILES:
+        for file in path.glob(pattern):
+            if not any(fnmatch(file.name, other) for other in _OTHER_FORMATS):
+                sizes[file.name] = file.stat().st_size
+    return sizes
 
 
 def complete_snapshot(path: Path, files: Mapping[str, int], setting: str) -> None:
-    """Download what this node's cache lacks of a snapshot, which has these `files` on another node. Any other path is
-    left alone. `setting` prefixes errors."""
+    """Download what this node's cache lacks of a snapshot that has these `files` elsewhere."""
     snapshot = SNAPSHOT.fullmatch(str(path))
     if snapshot and model_files(path) != files:
         _download(f"{snapshot[1]}/{snapshot[2]}", snapshot[3], f"{setting}{path}", weights=True)
 
 
 def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path:
-    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     ignored = _OTHER_FORMATS if weights else [*_OTHER_FORMATS, _WEIGHTS]
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": ignored}
-    outage: Exception | None = None
-    try:
-        if not constants.HF_HUB_OFFLINE:
-            HfApi().model_info(repo, revision=revision, timeout=10)  # raises the error that describes a bad name
-            files = [file for file in snapshot_download(repo, **options, dry_run=True) if file.will_download]
-            if files and os.environ.get("LOCAL_RANK", "0") == "0":
-                gigabytes = sum(file.file_size for file in files) / 1e9
-                print(f"downloading {repo}: {gigabytes:.2f} GB in {len(files)} files, to {constants.HF_HUB_CACHE}")
-    except errors.GatedRepoError:
-        fix = "accept its license there and log in with `hf auth login`"
-        raise ConfigError(f"{what} is gated on the hub; {fix}, or use a local directory") from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        missing = "repository" if isinstance(error, errors.RepositoryNotFoundError) else f"revision {revision}"
-        fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
-        raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
-    except Exception as error:  # network errors: OSError, requests or httpx, depending on huggingface_hub
-        outage = error
+    options: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": _FILES,
+        "ignore_patterns": ignored,
+    }
+    outage = None if constants.HF_HUB_OFFLINE else _ask_hub(repo, what, options)
     try:
         local_only = constants.HF_HUB_OFFLINE or outage is not None
         return Path(snapshot_download(repo, **options, local_files_only=local_only))
     except errors.LocalEntryNotFoundError as error:
-        failure = outage or error  # if the outage began after the requests above, `error` is its effect
+        # If the outage began after the requests in `_ask_hub`, `error` is its effect.
+        failure = outage or error
         reason = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:
             first_cause = [*causes(failure)][-1]
@@ -93,29 +87,63 @@ def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path
         message = f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}"
         raise input_error(message, failure) from None
     except OSError as error:
+        reason = f"{type(error).__name__}: {error}"
         fix = "start again: the download resumes where it stopped"
-        raise input_error(f"{what} cannot be downloaded ({type(error).__name__}: {error}); {fix}", error) from None
+        raise input_error(f"{what} cannot be downloaded ({reason}); {fix}", error) from None
+
+
+def _ask_hub(repo: str, what: str, options: dict[str, Any]) -> Exception | None:
+    """Refuse an unknown name; print what will be downloaded. Returns the error of an outage."""
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    revision = options["revision"]
+    try:
+        # Raises the error that describes a bad name.
+        HfApi().model_info(repo, revision=revision, timeout=10)
+        files = snapshot_download(repo, **options, dry_run=True)
+        sizes = [file.file_size for file in files if file.will_download]
+        if sizes and os.environ.get("LOCAL_RANK", "0") == "0":
+            amount = f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} files"
+            print(f"downloading {repo}: {amount}, to {constants.HF_HUB_CACHE}")
+    except errors.GatedRepoError:
+        fix = "accept its license there and log in with `hf auth login`"
+        raise ConfigError(f"{what} is gated on the hub; {fix}, or use a local directory") from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        missing = f"revision {revision}"
+        if isinstance(error, errors.RepositoryNotFoundError):
+            missing = "repository"
+        rule = f"{what} is not a local path, and the hub has no such {missing}"
+        login = "log in with `hf auth login` if it is private"
+        fix = f"correct the name, {login}, or use a local directory"
+        raise ConfigError(f"{rule}; {fix}") from None
+    except Exception as error:  # OSError, requests or httpx, depending on huggingface_hub
+        return error
+    return None
 
 
 def create_repository(repo: str) -> None:
-    """Create a private model repository unless there is one. ConfigError if it is public. Call it before the export, so
-    that errors appear early."""
+    """Create a private model repository, before the export, so that errors appear early. Refuses a
+    public one."""
     from huggingface_hub import HfApi, errors
 
     if not re.fullmatch(HUB_ID, repo):
         raise ConfigError(f"--push={repo} is not a name on the hub; use ORG/NAME")
     try:
-        HfApi().create_repo(repo, private=True, exist_ok=True)  # an existing one keeps its visibility
+        # An existing one keeps its visibility.
+        HfApi().create_repo(repo, private=True, exist_ok=True)
         is_private = HfApi().model_info(repo).private
-    except Exception as error:  # as in _download
+    except Exception as error:  # as in _ask_hub
         reason = str(error).strip().rpartition("\n")[2]
         fix = "log in with `hf auth login` and a token that may write there"
         if is_transient(error) or isinstance(error, errors.OfflineModeIsEnabled):
-            fix = f"connect to the hub, or leave out --push and upload the export later with `hf upload {repo} OUT_DIR`"
-        raise input_error(f"--push={repo} cannot be created or written ({reason}); {fix}", error) from None
+            upload = f"upload the export later with `hf upload {repo} OUT_DIR`"
+            fix = f"connect to the hub, or leave out --push and {upload}"
+        rule = f"--push={repo} cannot be created or written ({reason})"
+        raise input_error(f"{rule}; {fix}", error) from None
     if not is_private:
-        fix = "make it private on the hub, use another name, or leave out --push and upload the export with"
-        raise ConfigError(f"--push={repo} is public, and exports are pushed only to private ones; {fix} `hf upload`")
+        rule = f"--push={repo} is public, and exports are pushed only to private ones"
+        upload = "leave out --push and upload the export with `hf upload`"
+        raise ConfigError(f"{rule}; make it private on the hub, use another name, or {upload}")
 
 
 def push_files(folder: Path, names: Iterable[str], repo: str, message: str) -> str:
@@ -124,7 +152,9 @@ def push_files(folder: Path, names: Iterable[str], repo: str, message: str) -> s
 
     added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names]
     try:
-        return HfApi().create_commit(repo_id=repo, operations=added, commit_message=message).commit_url
-    except Exception as error:  # as in _download
+        commit = HfApi().create_commit(repo_id=repo, operations=added, commit_message=message)
+        return commit.commit_url
+    except Exception as error:  # as in _ask_hub
+        rule = f"--push={repo} failed ({type(error).__name__}: {error})"
         fix = f"the export is in {folder}: upload it with `hf upload {repo} {folder}`"
-        raise input_error(f"--push={repo} failed ({type(error).__name__}: {error}); {fix}", error) from None
+        raise input_error(f"{rule}; {fix}", error) from None

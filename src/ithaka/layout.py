@@ -1,7 +1,7 @@
 """The layout: every decision about memory and parallelism, in one frozen type.
 
-The planner chooses it, or `layout_from_config` reads it from a configuration. The layers, the memory ledger, the run
-directory and the report take it unchanged. Imports no torch.
+The planner chooses it, or `layout_from_config` reads it from a configuration. The layers, the
+memory ledger, the run directory and the report take it unchanged. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
 RESERVE_BYTES = 2**31  # GPU memory left to the CUDA context, kernels and NCCL
-STAGED_BYTES = 2**24  # float8 codes in one of two buffers on the device, on their way to the host, or back
+# float8 codes in one of two buffers on the device, on their way to the host, or back
+STAGED_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,30 @@ class ActivationPolicy:
     def __post_init__(self) -> None:
         for name, tier in (("input", self.input), ("attention", self.attention)):
             if tier not in get_args(Tier) and not (name == "attention" and tier is None):
-                raise ConfigError(f"{name}={tier!r} of an ActivationPolicy is not a tier; use device, host or disk")
+                raise ConfigError(
+                    f"{name}={tier!r} of an ActivationPolicy is not a tier; use device, host "
+                    "or disk"
+                )
         for name, keeps in (("projections", self.projections), ("mlp", self.mlp)):
             if not isinstance(keeps, bool):
-                raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
-            if keeps and self.attention is None:  # backward would attend again, and keep them a second time
-                rule = f"{name}=True of an ActivationPolicy needs a kept attention output, but attention=None"
+                raise ConfigError(
+                    f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False"
+                )
+            # backward would attend again, and keep them a second time
+            if keeps and self.attention is None:
+                rule = (
+                    f"{name}=True of an ActivationPolicy needs a kept attention output, but "
+                    "attention=None"
+                )
                 raise ConfigError(f"{rule}; use attention='device', or {name}=False")
 
     @property
     def allocates_output_first(self) -> bool:
-        """Whether a layer's output is allocated before the tensors of its mixer that it keeps on the device.
+        """Whether a layer's output is allocated before the tensors of its mixer that it keeps on
+        the device.
 
-        Then it takes exactly the memory that the input of the layer below left. Otherwise a smaller kept tensor would,
-        and leave a gap that the next output does not fit.
+        Then it takes exactly the memory that the input of the layer below left. Otherwise a smaller
+        kept tensor would, and leave a gap that the next output does not fit.
         """
         return self.input != "device" and (self.attention == "device" or self.projections)
 
@@ -56,7 +67,14 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
-KEPT_SETTINGS = ("input_tier", "keep_inputs", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
+KEPT_SETTINGS = (
+    "input_tier",
+    "keep_inputs",
+    "keep_attention",
+    "attention_tier",
+    "keep_projections",
+    "keep_everything",
+)
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -65,43 +83,63 @@ class Layout:
     """Parallelism and memory settings of a model. By default every technique is off."""
 
     cp: int = 1  # ranks that share a sequence: ulysses * ring
-    ring: int = field(default=1, kw_only=True)  # Ulysses groups, each with a part of the sequence and all heads
-    replicas: int = field(default=1, kw_only=True)  # copies of the model, each sharded over consecutive ranks
-    heads_per_stage: int | None = None  # query heads per stage, over a Ulysses group; None: all (plain Ulysses)
+    # Ulysses groups, each with a part of the sequence and all heads
+    ring: int = field(default=1, kw_only=True)
+    # copies of the model, each sharded over consecutive ranks
+    replicas: int = field(default=1, kw_only=True)
+    # query heads per stage, over a Ulysses group; None: all (plain Ulysses)
+    heads_per_stage: int | None = None
     tile_tokens: int | None = None  # None: all local tokens in one tile
-    kept: tuple[ActivationPolicy, ...] = ()  # one per layer; empty: every layer keeps its input on the device
-    # Trade memory for time: exchange and prefetch the next stage while this one attends, and in backward fetch a
-    # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/schedule.py).
+    # one per layer; empty: every layer keeps its input on the device
+    kept: tuple[ActivationPolicy, ...] = ()
+    # Trade memory for time: exchange and prefetch the next stage while this one attends, and in
+    # backward fetch a layer's input once instead of tile by tile in every pass, and hold the graphs
+    # of projections (layer/schedule.py).
     overlap: bool = True
     offload_optimizer: bool = False
-    stored_dtype: str | None = field(default=None, kw_only=True)  # off the device: float8; None: the compute dtype
-    dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
+    # off the device: float8; None: the compute dtype
+    stored_dtype: str | None = field(default=None, kw_only=True)
+    # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
+    dtype: Any = None
     kernel: str = "auto"  # attention kernel
-    blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
-    compile: bool | str = "auto"  # torch.compile layers instead of using blocks; auto: `Root.compiles` decides
+    # tokens per query and per key block of attention; None: sized to the cache
+    blocks: tuple[int, int] | None = None
+    # torch.compile layers instead of using blocks; auto: `Root.compiles` decides
+    compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("cp", "ring", "replicas", "heads_per_stage", "tile_tokens"):
             check_size(f"layout.{name}", getattr(self, name))
         for name in ("overlap", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"layout.{name}={getattr(self, name)!r} is not a bool; use True or False")
+                raise ConfigError(
+                    f"layout.{name}={getattr(self, name)!r} is not a bool; use True or False"
+                )
         if not isinstance(self.compile, bool) and self.compile != "auto":
-            raise ConfigError(f"layout.compile={self.compile!r} is unknown; use 'auto', True or False")
+            raise ConfigError(
+                f"layout.compile={self.compile!r} is unknown; use 'auto', True or False"
+            )
         if self.blocks is not None:
             if not isinstance(self.blocks, tuple | list) or len(self.blocks) != 2:
-                raise ConfigError(f"layout.blocks={self.blocks!r} is not a pair of sizes; use (1024, 1024), or None")
+                raise ConfigError(
+                    f"layout.blocks={self.blocks!r} is not a pair of sizes; use (1024, 1024), "
+                    "or None"
+                )
             for size in self.blocks:
                 check_size("layout.blocks", size)
         if not isinstance(self.kept, tuple | list):
             fix = "use one ithaka.layout.ActivationPolicy per layer"
-            raise ConfigError(f"layout.kept={self.kept!r} is a {type(self.kept).__name__}, not a tuple; {fix}")
+            raise ConfigError(
+                f"layout.kept={self.kept!r} is a {type(self.kept).__name__}, not a tuple; {fix}"
+            )
         for policy in self.kept:
             if not isinstance(policy, ActivationPolicy):
                 fix = "use one ithaka.layout.ActivationPolicy per layer"
                 raise ConfigError(f"layout.kept has {policy!r}, which is not a policy; {fix}")
         if self.stored_dtype not in (None, "float8"):
-            raise ConfigError(f"layout.stored_dtype={self.stored_dtype!r} is unknown; use 'float8', or None")
+            raise ConfigError(
+                f"layout.stored_dtype={self.stored_dtype!r} is unknown; use 'float8', or None"
+            )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", check_dtype("layout.dtype", self.dtype))
 
@@ -112,7 +150,9 @@ class Layout:
 
     def for_teacher(self) -> Layout:
         """The layout of another model, without backward, on the same ranks."""
-        return replace(self, kept=(), heads_per_stage=None if self.heads_per_stage is None else self.ulysses)
+        return replace(
+            self, kept=(), heads_per_stage=None if self.heads_per_stage is None else self.ulysses
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -130,8 +170,9 @@ class Layout:
     def input_dtype(self, policy: ActivationPolicy) -> str | None:
         """The stored dtype of a layer's input; None: the compute dtype.
 
-        A layer that keeps its attention output stores its input unrounded: backward recomputes q and k from the input,
-        and with those of a rounded one, the kept log-sum-exp would not normalize the softmax.
+        A layer that keeps its attention output stores its input unrounded: backward recomputes q
+        and k from the input, and with those of a rounded one, the kept log-sum-exp would not
+        normalize the softmax.
         """
         return self.stored_dtype if policy.attention is None else None
 
@@ -143,10 +184,15 @@ class Layout:
 
     def stored_output_bytes(self, num_rows: int, width: int) -> int:
         """Bytes of a layer's attention output in host memory or on disk."""
-        return float8_bytes(num_rows, width) if self.stored_dtype else num_rows * width * self.element_bytes
+        return (
+            float8_bytes(num_rows, width)
+            if self.stored_dtype
+            else num_rows * width * self.element_bytes
+        )
 
     def prefetches(self, layer_bytes: int) -> bool:
-        """Whether backward gathers a layer's weights, of `layer_bytes`, while the layer above still runs."""
+        """Whether backward gathers a layer's weights, of `layer_bytes`, while the layer above still
+        runs."""
         return self.overlap or layer_bytes < PREFETCHED_BYTES
 
     def layer_policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
@@ -157,8 +203,12 @@ class Layout:
         return self.kept or (ActivationPolicy(),) * num_layers
 
     def policy_groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
-        """(policy, number of layers) for each run of consecutive layers with one policy, from layer `first` on."""
-        return [(policy, len(list(run))) for policy, run in groupby(self.layer_policies(num_layers)[first:])]
+        """(policy, number of layers) for each run of consecutive layers with one policy, from layer
+        `first` on."""
+        return [
+            (policy, len(list(run)))
+            for policy, run in groupby(self.layer_policies(num_layers)[first:])
+        ]
 
     # The settings of a configuration, which has one value for all layers.
 
@@ -169,7 +219,11 @@ class Layout:
     @cached_property
     def keep_inputs(self) -> int:
         """Layers that keep their input on the device, although others do not."""
-        return sum(policy.input == "device" for policy in self.kept) if self.input_tier != "device" else 0
+        return (
+            sum(policy.input == "device" for policy in self.kept)
+            if self.input_tier != "device"
+            else 0
+        )
 
     @cached_property
     def keep_attention(self) -> int:
@@ -198,7 +252,9 @@ class Layout:
 
     def with_changes(self, **changes: Any) -> Layout:
         """A copy with some fields changed; `kept` is changed by the properties in KEPT_SETTINGS."""
-        kept_settings = {n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS}
+        kept_settings = {
+            n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS
+        }
         return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 
 
@@ -208,7 +264,8 @@ def float8_bytes(num_rows: int, width: int) -> int:
 
 
 def make_layout(num_layers: int, **settings: Any) -> Layout:
-    """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its other fields."""
+    """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its
+    other fields."""
     of_layers = {name: settings.pop(name) for name in KEPT_SETTINGS if name in settings}
     return Layout(kept=_make_policies(num_layers, **of_layers), **settings)
 
@@ -224,13 +281,16 @@ def _make_policies(
     keep_projections: int = 0,
     keep_everything: int = 0,
 ) -> tuple[ActivationPolicy, ...]:
-    """The last layers keep the most: their backward runs first and frees it before the layers below recompute."""
+    """The last layers keep the most: their backward runs first and frees it before the layers below
+    recompute."""
     num_everything = min(keep_everything, num_layers)
     num_projections = max(min(keep_projections, num_layers), num_everything)
     num_attention = max(min(keep_attention, num_layers), num_projections)
     kept = (ActivationPolicy(input_tier),) * (num_layers - num_attention)
     kept += (ActivationPolicy(input_tier, attention_tier),) * (num_attention - num_projections)
-    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (num_projections - num_everything)
+    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (
+        num_projections - num_everything
+    )
     kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
     first = max(0, num_layers - keep_inputs)
     return kept[:first] + tuple(replace(policy, input="device") for policy in kept[first:])
@@ -258,12 +318,14 @@ SETTINGS = {
 
 
 def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
-    """Argument of `make_layout` -> {value in a configuration: value in a layout}, where they differ."""
+    """Argument of `make_layout` -> {value in a configuration: value in a layout}, where they
+    differ."""
     return {
         "cp": {"all": num_ranks},
         "heads_per_stage": {"all": None},
         # memory.checkpoint counts the layers that do not keep everything.
-        "keep_everything": {n: num_layers - n for n in range(num_layers + 1)} | {"none": num_layers, "full": 0},
+        "keep_everything": {n: num_layers - n for n in range(num_layers + 1)}
+        | {"none": num_layers, "full": 0},
         "input_tier": {"none": "device"},
         "keep_inputs": {"none": 0},
         "tile_tokens": {"all": None},
@@ -274,8 +336,8 @@ def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]
 
 
 def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
-    """Translate settings (`{"parallel.cp": 8, "memory.offload": "host"}`) to arguments of `make_layout`. Leaves out
-    null and auto."""
+    """Translate settings (`{"parallel.cp": 8, "memory.offload":
+    "host"}`) to arguments of `make_layout`. Leaves out null and auto."""
     check_effects(chosen)
     keyword_values = _keyword_values(num_layers, num_ranks)
     fixed = {SETTINGS[name]: value for name, value in chosen.items() if value not in (None, "auto")}
@@ -284,12 +346,12 @@ def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -
 
 def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
     """The settings of a configuration that describe `layout`."""
-    keywords = {
-        argument: {value: keyword for keyword, value in values.items()}
-        for argument, values in _keyword_values(len(layout.kept), 0).items()
-    }
-    values = {name: getattr(layout, argument) for name, argument in SETTINGS.items()}
-    settings = {name: keywords.get(SETTINGS[name], {}).get(value, value) for name, value in values.items()}
+    keyword_values = _keyword_values(len(layout.kept), 0)
+    settings: dict[str, Any] = {}
+    for name, argument in SETTINGS.items():
+        keywords = {value: word for word, value in keyword_values.get(argument, {}).items()}
+        value = getattr(layout, argument)
+        settings[name] = keywords.get(value, value)
     if (layout.heads_per_stage or 0) >= num_heads:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
@@ -307,17 +369,23 @@ def default_dtype(on_gpu: bool) -> str:
 def layout_from_config(
     config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None
 ) -> Layout:
-    """The layout that a complete configuration describes. `num_heads`: the model's query heads, for ring=auto."""
+    """The layout that a complete configuration describes. `num_heads`: the model's query heads, for
+    ring=auto."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
-    fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
-    dtype, attention = config.model.dtype, config.attention
+    fixed = fixed_settings(
+        values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks
+    )
+    dtype = config.model.dtype
+    attention = config.attention
     ring = smallest_ring(fixed["cp"], num_heads or fixed["cp"])
     return make_layout(
         num_layers,
         **{"attention_tier": fixed["input_tier"], "ring": ring, **fixed},
         dtype=default_dtype(on_gpu) if dtype == "auto" else dtype,
         kernel=attention.kernel,
-        blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
+        blocks=(attention.block_q, attention.block_kv)
+        if attention.block_q and attention.block_kv
+        else None,
         compile=config.train.compile,
     )
 
@@ -325,19 +393,24 @@ def layout_from_config(
 # ---- checks
 
 
-def check_dtype(name: str, dtype: Any) -> str:
-    """Return the name of a dtype or torch.dtype. Raises ConfigError unless gradients can be computed in it."""
+def check_dtype(name: str, dtype: object) -> str:
+    """Return the name of a dtype or torch.dtype. Raises ConfigError unless gradients can be
+    computed in it."""
     dtype = str(dtype).removeprefix("torch.")
     if dtype == "float16":
-        rule = "underflows: the loss is divided by the tokens of a step, so gradients fall below its smallest number"
+        rule = (
+            "underflows: the loss is divided by the tokens of a step, so gradients fall below "
+            "its smallest number"
+        )
         raise ConfigError(f"{name}=float16 {rule}; use bfloat16 or float32")
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"{name}={dtype} is not supported; use bfloat16, float32 or float64")
     return dtype
 
 
-def check_size(name: str, size: Any) -> None:
-    """Raise ConfigError unless `size` is None or a positive integer. True is none, although Python counts it as 1."""
+def check_size(name: str, size: object) -> None:
+    """Raise ConfigError unless `size` is None or a positive integer. True is none, although Python
+    counts it as 1."""
     if size is not None and (type(size) is not int or size < 1):
         raise ConfigError(f"{name}={size!r} is not a positive integer; use 1 or more")
 
@@ -352,12 +425,21 @@ def check_parallelism(
     heads_per_stage: int | None = None,
     has_rings: bool = True,
 ) -> None:
-    """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner. `num_heads`: the
-    model's query heads. `has_rings`: whether the model supports rings."""
-    for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):
+    """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner.
+    `num_heads`: the model's query heads. `has_rings`: whether the model supports rings."""
+    for name, size in (
+        ("cp", cp),
+        ("ring", ring),
+        ("replicas", replicas),
+        ("heads_per_stage", heads_per_stage),
+    ):
         check_size(f"parallel.{name}", size)
     if num_ranks is not None:
-        for name, size in (("cp", cp), ("ring", ring if cp is None else None), ("replicas", replicas)):
+        for name, size in (
+            ("cp", cp),
+            ("ring", ring if cp is None else None),
+            ("replicas", replicas),
+        ):
             if size is not None and num_ranks % size:
                 ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
                 fix = f"use {format_choices(_divisors(num_ranks))}, or change the number of ranks"
@@ -372,39 +454,61 @@ def check_parallelism(
     ulysses = cp // ring
     if ulysses > max_heads:
         product = f" x parallel.ring={ring}" if ring > 1 else ""
-        smaller = format_choices(n for n in _divisors(num_ranks or cp) if n % ring == 0 and n // ring <= max_heads)
+        smaller = format_choices(
+            n for n in _divisors(num_ranks or cp) if n % ring == 0 and n // ring <= max_heads
+        )
         fixes = [f"parallel.ring={rings}"] * has_rings + [f"parallel.cp={smaller}"] * bool(smaller)
         raise ConfigError(
-            f"parallel.cp={cp} exceeds the model's {max_heads} query heads{product}; use {', or '.join(fixes)}"
+            f"parallel.cp={cp} exceeds the model's {max_heads} query heads{product}; use "
+            f"{', or '.join(fixes)}"
         )
     if heads_per_stage is None:
         return
-    if heads_per_stage > ulysses * -(-max_heads // ulysses):  # every rank has as many slots, some of them empty
+    # every rank has as many slots, some of them empty
+    if heads_per_stage > ulysses * -(-max_heads // ulysses):
         rule = f"exceeds the model's {max_heads} query heads"
         raise ConfigError(f"parallel.heads_per_stage={heads_per_stage} {rule}; use all")
     if heads_per_stage % ulysses:
         group = f"parallel.cp={cp}" + f" / parallel.ring={ring}" * (ring > 1)
         choices = format_choices([*range(ulysses, max_heads + 1, ulysses)[:4], "all"])
-        raise ConfigError(f"parallel.heads_per_stage={heads_per_stage} is not a multiple of {group}; use {choices}")
+        raise ConfigError(
+            f"parallel.heads_per_stage={heads_per_stage} is not a multiple of {group}; use "
+            f"{choices}"
+        )
 
 
 def check_fixed(
-    fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int, has_rings: bool = True
+    fixed: Mapping[str, Any],
+    num_heads: int,
+    num_layers: int,
+    num_ranks: int,
+    has_rings: bool = True,
 ) -> None:
-    """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of `make_layout`."""
+    """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of
+    `make_layout`."""
     sizes = {name: fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_ranks, num_heads, **sizes, has_rings=has_rings)
-    for name, keyword in (("checkpoint", "full"), ("keep_attention", "all"), ("keep_projections", "all")):
+    for name, keyword in (
+        ("checkpoint", "full"),
+        ("keep_attention", "all"),
+        ("keep_projections", "all"),
+    ):
         count = fixed.get(SETTINGS[f"memory.{name}"]) or 0
         if count > num_layers:
-            raise ConfigError(f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}")
+            raise ConfigError(
+                f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}"
+            )
 
 
 def check_float8(stored_dtype: str | None, gpu: str, has_float8: bool) -> None:
     """Refuse memory.stored_dtype=float8 on a GPU without it."""
     if stored_dtype and not has_float8:
-        rule = f"needs compute capability 8.9 (NVIDIA Ada, Hopper or newer), which {gpu} does not have"
-        raise ConfigError(f"memory.stored_dtype={stored_dtype} {rule}; leave it out, or use memory.offload=disk")
+        rule = (
+            f"needs compute capability 8.9 (NVIDIA Ada, Hopper or newer), which {gpu} does not have"
+        )
+        raise ConfigError(
+            f"memory.stored_dtype={stored_dtype} {rule}; leave it out, or use memory.offload=disk"
+        )
 
 
 def check_optimizer(config: Config) -> None:

@@ -1,35 +1,54 @@
 """`ithaka.parallelize`: a model for your own loop, with the plan that `ithaka train` would make."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
 
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
-from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count, renaming
-from ithaka.config.formats import required_base
+from ithaka.config import (
+    SAVEABLE_MODULES,
+    AdapterConfig,
+    ConfigError,
+    parse_config,
+    parse_count,
+    renaming,
+)
+from ithaka.config.base_formats import required_base
 from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
+from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch, resolve
 from ithaka.run.shapes import shape_from_config
 from ithaka.weights.adapters import find_active_adapter
 
+if TYPE_CHECKING:
+    from diffusers import ModelMixin  # an optional package
+
 # Settings of a configuration file -> arguments of `parallelize`.
-ARGUMENTS = {"parallel.": "", "attention.kernel": "layout.kernel", "data.context": "context", "train.batch": "batch",
-             "model.dtype": "dtype", "train.compile": "layout.compile"}  # fmt: skip
+ARGUMENTS = {
+    "parallel.": "",
+    "attention.kernel": "layout.kernel",
+    "data.context": "context",
+    "train.batch": "batch",
+    "model.dtype": "dtype",
+    "train.compile": "layout.compile",
+}
 
 
 @renaming(ARGUMENTS)
 def parallelize(
-    model: Any,
+    model: "PreTrainedModel | ModelMixin",
     cp: int | str | None = None,
     *,
     context: int | str | None = None,
@@ -40,32 +59,40 @@ def parallelize(
     layout: Layout | None = None,
     store: Store | None = None,
     reference: bool = False,
-    teacher: Any = None,
-) -> Any:
-    """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`.
+    teacher: PreTrainedModel | None = None,
+) -> "PreTrainedModel | ModelMixin":
+    """Parallelize a model in place, with a plan if `context` is set. See
+    `ithaka.model.build.parallelize_model`.
 
-    `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
-    train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if nothing is planned, as on a CPU).
-    Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The planner keeps `cp`
-    and `ring` if they are set, and chooses them if they are None (for cp, also "auto"). The compute `dtype`, by name or
-    torch's, defaults to the model's; float16 is refused, because gradients underflow in it. `layout` replaces the plan.
-    With `reference`, the plan leaves room for a frozen copy of the model; with `teacher`, for that model.
+    `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the
+    one that `ithaka train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if
+    nothing is planned, as on a CPU). Raises ConfigError if the context does not fit in memory or
+    exceeds the model's positions. The planner keeps `cp` and `ring` if they are set, and chooses
+    them if they are None (for cp, also "auto"). The compute `dtype`, by name or torch's, defaults
+    to the model's; float16 is refused, because gradients underflow in it. `layout` replaces the
+    plan. With `reference`, the plan leaves room for a frozen copy of the model; with `teacher`, for
+    that model.
 
-    Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
-    `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule
-    for packed rows. To use such positions within one document, pass `document_ids` of zeros. With an attention_mask,
-    positions start no documents, and padding is a document of its own. A label at a document's first token counts
+    Attention does not cross documents. Each row starts a document, as does each change of
+    `document_ids`. Without `document_ids` and attention_mask, each position that is not its
+    predecessor plus 1 starts one: transformers' rule for packed rows. To use such positions within
+    one document, pass `document_ids` of zeros. With an attention_mask, positions start no
+    documents, and padding is a document of its own. A label at a document's first token counts
     unless it is -100.
 
-    The loss of a call is the mean over the labels of all ranks. If there are none (`num_tokens == 0`) it is 0, and
-    backward leaves gradients at None, so that an optimizer step changes nothing.
+    The loss of a call is the mean over the labels of all ranks. If there are none
+    (`num_tokens == 0`) it is 0, and backward leaves gradients at None, so that an optimizer step
+    changes nothing.
     """
     cp = None if cp == "auto" else cp
     if cp is not None and type(cp) is not int:
-        raise ConfigError(f'cp={cp!r} is not a number; use a divisor of the number of ranks, or "auto" with a context')
-    if cp is not None and cp > 1 and mesh is None and not (dist.is_initialized() or launch.under_torchrun()):
+        fix = 'use a divisor of the number of ranks, or "auto" with a context'
+        raise ConfigError(f"cp={cp!r} is not a number; {fix}")
+    has_ranks = mesh is not None or dist.is_initialized() or launch.under_torchrun()
+    if cp is not None and cp > 1 and not has_ranks:
+        rule = f"cp={cp} ranks share a sequence, but there is only this process"
         start = f"start the script with `torchrun --nproc-per-node {cp}`"
-        raise ConfigError(f"cp={cp} ranks share a sequence, but there is only this process; {start}, or use cp=1")
+        raise ConfigError(f"{rule}; {start}, or use cp=1")
     root = check_arguments(model, cp, ring)
     base = root.model
     _check_types(base, batch, mesh, layout, store, reference)
@@ -73,18 +100,24 @@ def parallelize(
         dtype = check_dtype("dtype", dtype)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
-            raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; set one of them")
+            rule = f"dtype={dtype} conflicts with layout.dtype={layout.dtype}"
+            raise ConfigError(f"{rule}; set one of them")
         layout = dataclasses.replace(layout, dtype=dtype)
     plan = None
     if context is not None:
         num_tokens = parse_count(context) if isinstance(context, str) else context
         if not isinstance(num_tokens, int) or num_tokens < 2:
-            raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
+            fix = "use 524288 or '512K'"
+            raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; {fix}")
         root.check_positions(f"context={context}", num_tokens)
-        planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
+        planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype)))
+        planned_dtype = planned_dtype.removeprefix("torch.")
         start_process_group()
-        run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference, teacher)
-        layout, plan = run.layout, run.plan
+        run = plan_model_run(
+            model, cp, ring, planned_dtype, layout, num_tokens, batch, reference, teacher
+        )
+        layout = run.layout
+        plan = run.plan
         store = store or Store(default_device(), host_bytes=resolve.store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
             print(show.as_text(plan, _model_name(base)), flush=True)
@@ -96,7 +129,12 @@ def parallelize(
 
 
 def _check_types(
-    base: Any, batch: int, mesh: Mesh | None, layout: Layout | None, store: Store | None, reference: bool
+    base: nn.Module,
+    batch: int,
+    mesh: Mesh | None,
+    layout: Layout | None,
+    store: Store | None,
+    reference: bool,
 ) -> None:
     check_size("batch", batch)
     if not isinstance(reference, bool):
@@ -106,18 +144,20 @@ def _check_types(
         fix = "pass ithaka.layer.store.Store(device), or leave it out"
         raise ConfigError(f"store={store!r} is a {type(store).__name__}, not a Store; {fix}")
     if layout is not None and not isinstance(layout, Layout):
-        raise ConfigError(f"layout={layout!r} is a {type(layout).__name__}; pass ithaka.Layout(...), or leave it out")
+        fix = "pass ithaka.Layout(...), or leave it out"
+        raise ConfigError(f"layout={layout!r} is a {type(layout).__name__}; {fix}")
     if mesh is not None and not isinstance(mesh, Mesh):
         fix = "pass ithaka.comm.mesh.make_mesh(cp), or leave it out and set cp"
         raise ConfigError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh of ithaka; {fix}")
     on_meta = next((name for name, param in base.named_parameters() if param.is_meta), None)
     if on_meta is not None:
-        fix = "load the weights before parallelize: from_pretrained, without torch.device('meta') or offloading"
+        load = "load the weights before parallelize"
+        fix = f"{load}: from_pretrained, without torch.device('meta') or offloading"
         raise ConfigError(f"{on_meta} is on the meta device, so it has no values; {fix}")
 
 
 def plan_model_run(
-    model: Any,
+    model: "PreTrainedModel | ModelMixin",
     cp: int | None,
     ring: int | None,
     dtype: str,
@@ -125,25 +165,37 @@ def plan_model_run(
     context: int,
     batch: int,
     reference: bool = False,
-    teacher: Any = None,
+    teacher: PreTrainedModel | None = None,
 ) -> resolve.Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
     settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
-    config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
-    machine = raise_on_all_ranks(lambda: resolve.detect_machine(config, num_ranks, launch.detect_gpu()))
+    config = parse_config({"model": {"dtype": dtype}, **settings})
+    explicit = {f"parallel.{name}" for name in parallel}
+
+    def detect_machine() -> Hardware:
+        return resolve.detect_machine(config, num_ranks, launch.detect_gpu())
+
+    machine = raise_on_all_ranks(detect_machine)
     least = raise_on_all_ranks(resolve.weakest_machine, gather_objects(machine))
     other = None if teacher is None else raise_on_all_ranks(shape_from_model, teacher)
-    shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference, teacher=other)
-    if default_device().type == "cuda" and resolve.uses_planner(
-        config, least
-    ):  # which kernel works is found by running it
-        least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.attention_kinds))
+    shape = raise_on_all_ranks(shape_from_model, model)
+    shape = dataclasses.replace(shape, reference=reference, teacher=other)
+    device = default_device()
+    if device.type == "cuda" and resolve.uses_planner(config, least):
+        # Which kernel works is found by running it.
+        kernel = agree_on_kernel("auto", device, torch.bfloat16, shape.attention_kinds)
+        least = least.with_kernel(kernel)
 
     def plan_and_check() -> resolve.Run:
-        planned, plan = (config, None) if layout else resolve.plan_run(config, explicit, least, shape)
-        chosen = layout or layout_from_config(planned, shape.num_layers, num_ranks, on_gpu=machine.gpu.name != "CPU")
+        planned = config
+        plan = None
+        chosen = layout
+        if chosen is None:
+            planned, plan = resolve.plan_run(config, explicit, least, shape)
+            on_gpu = machine.gpu.name != "CPU"
+            chosen = layout_from_config(planned, shape.num_layers, num_ranks, on_gpu=on_gpu)
         run = resolve.Run(planned, num_ranks, shape, chosen, machine, plan)
         resolve.check_fits(run)
         return run
@@ -151,37 +203,51 @@ def plan_model_run(
     return raise_on_all_ranks(plan_and_check)
 
 
-def shape_from_model(model: Any) -> ModelShape:
+def shape_from_model(model: "PreTrainedModel | ModelMixin") -> ModelShape:
     """Return the planner's description of a model and its PEFT adapter."""
     root = find_root(model)
-    base, config = root.model, root.config_values()
+    base = root.model
+    config = root.config_values()
     shape = shape_from_config(config, _model_name(base))
-    trains = (any(param.requires_grad for param in encoder.parameters()) for encoder in root.encoders)
-    planned = zip(shape.encoders, trains, strict=True)
-    encoders = tuple(dataclasses.replace(encoder, is_frozen=not is_trained) for encoder, is_trained in planned)
-    shape = dataclasses.replace(shape, encoders=encoders)
+    encoders = []
+    for planned, encoder in zip(shape.encoders, root.encoders, strict=True):
+        is_trained = any(param.requires_grad for param in encoder.parameters())
+        encoders.append(dataclasses.replace(planned, is_frozen=not is_trained))
+    shape = dataclasses.replace(shape, encoders=tuple(encoders))
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape
-    modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
-    rank = max(module.r[adapter] for module in modules.values())
-    names = [_target_name(name, module) for name, module in modules.items()]
-    targets = tuple(filter(None, map(root.planned_target, names)))
-    copied = [name.rpartition(".")[2] for name, module in base.named_modules() if hasattr(module, "modules_to_save")]
-    saved = (name for name in SAVEABLE_MODULES if name in copied)
-    others: Any = {"base": required_base(config, "bf16")}
-    others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
-    return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
+    modules: dict[str, Any] = {
+        name: module
+        for name, module in base.named_modules()
+        if adapter in getattr(module, "lora_A", ())
+    }
+    targets = []
+    for name, module in modules.items():
+        if hasattr(module, "parameter_name"):  # of experts: PEFT nests its modules
+            name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        if target := root.planned_target(name):
+            targets.append(target)
+    copied = [
+        name.rpartition(".")[2]
+        for name, module in base.named_modules()
+        if hasattr(module, "modules_to_save")
+    ]
+    dropouts = [module.lora_dropout[adapter] for module in modules.values()]
+    return shape.with_adapter(
+        AdapterConfig(
+            max(module.r[adapter] for module in modules.values()),
+            base=required_base(config, "bf16"),
+            targets=tuple(targets),
+            modules_to_save=tuple(name for name in SAVEABLE_MODULES if name in copied),
+            dropout=max(getattr(dropout, "p", 0.0) for dropout in dropouts),
+        )
+    )
 
 
-def _target_name(name: str, module: Any) -> str:
-    """The adapted module or, for experts, parameter, which PEFT wraps in modules around each other."""
-    return f"{name.replace('.base_layer', '')}.{module.parameter_name}" if hasattr(module, "parameter_name") else name
-
-
-def base_model(model: Any) -> Any:
+def base_model(model: "PreTrainedModel | ModelMixin") -> "PreTrainedModel | ModelMixin":
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _model_name(base: Any) -> str:
+def _model_name(base: "PreTrainedModel | ModelMixin") -> str:
     return str(getattr(base, "name_or_path", "") or "the model")

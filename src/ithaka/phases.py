@@ -1,4 +1,4 @@
-"""What the schedule is doing (phases), and what its memory is for (categories). Almost free without listeners."""
+"""What the schedule does (phases), and what memory is for (categories). Cheap without listeners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,8 @@ class MemoryCategory(StrEnum):
     OTHER = "other"
 
 
-# The category of memory allocated in a phase, unless `allocating_for` or `set_category` names another.
+# The category of memory allocated in a phase, unless `allocating_for` or `set_category` names
+# another.
 CATEGORY_OF_PHASE = {
     **dict.fromkeys(("embedding", "forward", "backward"), MemoryCategory.RESIDUAL),
     **dict.fromkeys(("projections", "attention", "exchange"), MemoryCategory.STAGE),
@@ -36,7 +37,7 @@ CATEGORY_OF_PHASE = {
 
 
 class Listener:
-    """Callbacks, called after the change. `path` is the phase entered or left; either may change the category."""
+    """Callbacks, called after the change. `path` is the phase entered or left."""
 
     def enter(self, path: PhasePath) -> None: ...
 
@@ -71,7 +72,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _enter(name: str) -> tuple[PhasePath, str]:
-    outer = PhaseState.path, PhaseState.category
+    outer = (PhaseState.path, PhaseState.category)
     _set_state((*PhaseState.path, name), CATEGORY_OF_PHASE.get(name, PhaseState.category))
     for listener in PhaseState.listeners:
         listener.enter(PhaseState.path)
@@ -86,14 +87,15 @@ def _leave(outer: tuple[PhasePath, str]) -> None:
 
 
 def _set_state(path: PhasePath, category: str) -> None:
-    PhaseState.path, PhaseState.category = path, category
+    PhaseState.path = path
+    PhaseState.category = category
     for listener in PhaseState.listeners:
         listener.category_changed()
 
 
 def mark_backward(y: Tensor, *names: str) -> Tensor:
-    """Open the phases `names` when autograd reaches y's gradient, and close them when it has passed y's node.
-    Returns y."""
+    """Open the phases `names` when autograd reaches y's gradient, and close them when it has passed
+    y's node. Returns y."""
     if not PhaseState.listeners or y.grad_fn is None:
         return y
     outer: list[tuple[PhasePath, str]] = []
@@ -103,8 +105,9 @@ def mark_backward(y: Tensor, *names: str) -> Tensor:
             _leave(outer.pop())
 
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
-    for node in filter(None, (node for node, _ in y.grad_fn.next_functions)):
-        node.register_prehook(leave)  # for a tied weight, once both its gradients are summed
+    for node, _ in y.grad_fn.next_functions:
+        if node is not None:
+            node.register_prehook(leave)  # for a tied weight, once both its gradients are summed
     return y
 
 
@@ -130,7 +133,7 @@ def set_category(tensor: Tensor, category: str) -> Tensor:
 
 
 def count(what: str, amount: float) -> None:
-    """Report work of one rank: bytes sent or received, or FLOPs that no operator of PyTorch shows."""
+    """Report work of a rank: bytes sent or received, or FLOPs that no operator of PyTorch shows."""
     for listener in PhaseState.listeners:
         listener.count(what, amount)
 
@@ -142,6 +145,9 @@ def listening(listener: Listener) -> Iterator[None]:
     try:
         yield
     finally:
-        PhaseState.listeners = tuple(other for other in PhaseState.listeners if other is not listener)
-        if not PhaseState.listeners:  # after an error in backward, its hooks did not close their phases
-            PhaseState.path, PhaseState.category = (), MemoryCategory.OTHER
+        others = (other for other in PhaseState.listeners if other is not listener)
+        PhaseState.listeners = tuple(others)
+        # After an error in backward, its hooks did not close their phases.
+        if not PhaseState.listeners:
+            PhaseState.path = ()
+            PhaseState.category = MemoryCategory.OTHER

@@ -1,18 +1,21 @@
-"""Bfloat16 kernels of the gated delta rule match the plain rule in float64: outputs, states, maps and gradients."""
+"""Bfloat16 kernels of the gated delta rule match the plain rule in float64: outputs, states, maps
+and gradients."""
 
 import pytest
 import torch
 
 from ithaka.ops import delta_rule, scan
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
-from ithaka.ops.scan import LocalDocs
+from ithaka.ops.state_graph import LocalDocs
 from parity import relative
 
 TOKENS = 700
 STARTS = {
     "one document": (0, 3 * TOKENS),
     "starts here": (0, TOKENS, 3 * TOKENS),
-    "packed": tuple(TOKENS + start for start in (-TOKENS, -1, 5, 63, 64, 65, 130, 256, 449, 699, 2 * TOKENS)),
+    "packed": tuple(
+        TOKENS + start for start in (-TOKENS, -1, 5, 63, 64, 65, 130, 256, 449, 699, 2 * TOKENS)
+    ),
 }
 TOLERANCE = 4e-3  # TF32 products, and one rounding of 16-bit results
 
@@ -28,7 +31,12 @@ def own_kernels(monkeypatch):
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_kernels_match_the_plain_rule(starts, key_heads, normalizes, monkeypatch):
     monkeypatch.setattr(scan, "SEGMENT_ROWS", 256 * 32)  # several segments
-    check(LocalDocs(STARTS[starts], TOKENS, TOKENS, 1, "cuda"), (key_heads, 32), (128, 128), normalizes)
+    check(
+        LocalDocs(STARTS[starts], TOKENS, TOKENS, 1, "cuda"),
+        (key_heads, 32),
+        (128, 128),
+        normalizes,
+    )
 
 
 @pytest.mark.gpu
@@ -39,7 +47,8 @@ def test_kernels_match_the_plain_rule_at_other_head_dims(dims):
 
 @pytest.mark.gpu
 def test_kernels_match_the_plain_rule_for_repeated_keys():
-    """Repeated keys overwrite each other: the powers of such a system overflow, its inverse does not."""
+    """Repeated keys overwrite each other: the powers of such a system overflow, its inverse does
+    not."""
     docs = LocalDocs(STARTS["one document"], TOKENS, TOKENS, 1, "cuda")
     check(docs, (2, 4), (128, 128), True, repeats=True)
 
@@ -52,7 +61,9 @@ def check(
     device: str = "cuda",
     repeats=False,
 ):
-    (J, H), (K, V), s = heads, dims, docs.num_tokens
+    (J, H) = heads
+    (K, V) = dims
+    s = docs.num_tokens
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -64,8 +75,10 @@ def check(
     if not normalizes:
         k = k / K**0.5
     # Some heads forget within a few tokens, others carry their state across all of them.
-    g, beta = -torch.logspace(-4, 0, H, device=device) * draw(s, H).exp(), draw(s, H).sigmoid()
-    state, dstate = draw(H, K, V), draw(H, K, V)
+    g = -torch.logspace(-4, 0, H, device=device) * draw(s, H).exp()
+    beta = draw(s, H).sigmoid()
+    state = draw(H, K, V)
+    dstate = draw(H, K, V)
     by_dtype = []
     for dtype in (None, torch.float64):
         inputs = DeltaInputs(*(t.to(dtype, copy=True) for t in (q, k, v, g, beta)))
@@ -73,13 +86,22 @@ def check(
         initial, dy, dlast = (t.to(dtype) for t in (state, dout, dstate))
         (piece,) = docs.pieces
         segment = rule._segment(rule.segments(piece)[0])
-        assert type(segment) is (delta_rule.FusedSegment if dtype is None else delta_rule.Segment)
+        assert type(segment) is (
+            delta_rule.FusedDeltaSegment if dtype is None else delta_rule.DeltaSegment
+        )
         results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(dy)}
-        results["out"], states = rule.forward({} if piece.source is None else {piece.source: initial})
+        results["out"], states = rule.forward(
+            {} if piece.source is None else {piece.source: initial}
+        )
         results["states"] = states[1:]
-        results |= {f"state {place}": t for place, t in rule.backward(states, dy, {piece.stop: dlast}).items()}
+        results |= {
+            f"state {place}": t
+            for place, t in rule.backward(states, dy, {piece.stop: dlast}).items()
+        }
         by_dtype.append(results | dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)))
     ours, exact = by_dtype
-    errors = {name: relative(ours[name].double(), exact[name]) for name in ours if exact[name].any()}
+    errors = {
+        name: relative(ours[name].double(), exact[name]) for name in ours if exact[name].any()
+    }
     too_large = {name: error for name, error in errors.items() if not error < TOLERANCE}
     assert not too_large, f"{too_large} of {errors}"

@@ -1,4 +1,5 @@
-"""The kernels of float8 give the bits of the plain path, and a store on a GPU copies on its own streams."""
+"""The kernels of float8 give the bits of the plain path, and a store on a GPU copies on its own
+streams."""
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_and_values_are_those_of_the_plain_path(shape, dtype):
     generator = torch.Generator().manual_seed(0)
-    x_tD = (torch.randn(shape, generator=generator) * torch.exp2(torch.arange(shape[0])[:, None] % 100 - 60)).to(dtype)
+    x_tD = (
+        torch.randn(shape, generator=generator)
+        * torch.exp2(torch.arange(shape[0])[:, None] % 100 - 60)
+    ).to(dtype)
     x_tD[0, 0] = 0.0
     host, device = (torch.zeros(float8_bytes(*shape), dtype=torch.uint8) for _ in range(2))
     float8.pack(x_tD, host)
     float8.pack(x_tD.cuda(), device)
     torch.cuda.synchronize()
     assert torch.equal(host, device)
-    y_tD, z_tD = torch.empty_like(x_tD), torch.empty_like(x_tD, device="cuda")
+    y_tD = torch.empty_like(x_tD)
+    z_tD = torch.empty_like(x_tD, device="cuda")
     float8.unpack(host, shape[0], 0, y_tD)
     float8.unpack(host, shape[0], 0, z_tD)
     assert torch.equal(y_tD, z_tD.cpu())
@@ -29,7 +34,8 @@ def test_codes_and_values_are_those_of_the_plain_path(shape, dtype):
 
 def test_a_store_returns_rounded_tensors_while_the_gpu_is_busy():
     """Sources are overwritten as soon as the store has released them."""
-    store, busy = Store("cuda"), torch.randn(4096, 4096, device="cuda")
+    store = Store("cuda")
+    busy = torch.randn(4096, 4096, device="cuda")
     slices = [slice(0, 3000), slice(3000, 8192)]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -52,5 +58,6 @@ def test_a_store_returns_rounded_tensors_while_the_gpu_is_busy():
             assert torch.equal(handle.fetch().cpu(), expected.view_as(tensor))
             dim = tensor.dim() // 2 - 1
             assert torch.equal(
-                torch.cat([tile.cpu() for tile in handle.tiles(slices, dim)], dim), expected.view_as(tensor)
+                torch.cat([tile.cpu() for tile in handle.tiles(slices, dim)], dim),
+                expected.view_as(tensor),
             )

@@ -1,4 +1,5 @@
-"""The functions of ops/fused.py, on a GPU Triton kernels, match PyTorch in fp64 with strides and odd sizes."""
+"""The functions of ops/fused.py, on a GPU Triton kernels, match PyTorch in fp64 with strides and
+odd sizes."""
 
 from functools import partial
 
@@ -11,7 +12,8 @@ from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_pl
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 only_gpu = partial(pytest.param, marks=pytest.mark.gpu)
 
-# Rounding error of one result: half a unit in the last place in 16 bits; in 32 bits the GPU's exp is less precise.
+# Rounding error of one result: half a unit in the last place in 16 bits; in 32 bits the GPU's exp
+# is less precise.
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 
@@ -33,7 +35,9 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), only_gpu(65, 40001), only_gpu(65, 49152)])
 def test_gradients_of_logits_match_fp64(dtype, t, V, with_entropy):
-    logits, target, by = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device=DEVICE), torch.rand(t).to(DEVICE)
+    logits = draw(t, V, dtype=dtype) * 5
+    target = torch.randint(V, (t,), device=DEVICE)
+    by = torch.rand(t).to(DEVICE)
     dentropy = torch.randn(t).to(DEVICE) * with_entropy
     by[1] = 0  # no label
     leaf = logits.double().requires_grad_()
@@ -44,10 +48,14 @@ def test_gradients_of_logits_match_fp64(dtype, t, V, with_entropy):
     torch.testing.assert_close(lse.double(), leaf.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
     if with_entropy:
         mean, plain_mean = more
-        torch.testing.assert_close(plain_mean.double(), leaf.detach().mean(-1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            plain_mean.double(), leaf.detach().mean(-1), rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close((lse - mean).double(), entropies.detach(), rtol=1e-5, atol=1e-5)
         softmax_grad(logits, target, lse, by, (dentropy, lse - mean))
-        assert_gradient_close(logits, exact, exponent_error(lse) * (1 + float(dentropy.abs().max())))
+        assert_gradient_close(
+            logits, exact, exponent_error(lse) * (1 + float(dentropy.abs().max()))
+        )
         return
     at_once = logits.clone()
     softmax_grad(logits, target, lse, by)
@@ -64,13 +72,18 @@ def test_gradients_of_logits_match_fp64(dtype, t, V, with_entropy):
 @pytest.mark.parametrize("t,V", [(3, 5), (130, 4097), only_gpu(65, 128256)])
 def test_divergences_of_logits_match_fp64(dtype, t, V, beta, temperature):
     student, teacher = (draw(t, V, dtype=dtype) * 3 for _ in range(2))
-    target, scales = torch.randint(V, (t,), device=DEVICE), torch.rand(2, t).to(DEVICE)
+    target = torch.randint(V, (t,), device=DEVICE)
+    scales = torch.rand(2, t).to(DEVICE)
     scales[:, 1] = 0  # no label
-    leaf, criterion = student.double().requires_grad_(), Criterion(beta, temperature, 0.5)
+    leaf = student.double().requires_grad_()
+    criterion = Criterion(beta, temperature, 0.5)
     exact = divergence_with_grad(leaf.detach().clone(), teacher.double(), target, criterion, None)
     log_q, log_p = (x.div(temperature).log_softmax(-1) for x in (leaf, teacher.double()))
     log_m = log_q if beta == 0 else (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
-    sides = [(1.0 if beta == 0 else beta * (beta < 1), log_p), (1.0 if beta == 1 else 1 - beta, log_q)]
+    sides = [
+        (1.0 if beta == 0 else beta * (beta < 1), log_p),
+        (1.0 if beta == 1 else 1 - beta, log_q),
+    ]
     divergences = sum(weight * (log.exp() * (log - log_m)).sum(-1) for weight, log in sides)
     losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
     (grad,) = torch.autograd.grad((divergences, losses), leaf, tuple(scales.double()))
@@ -83,8 +96,8 @@ def test_divergences_of_logits_match_fp64(dtype, t, V, beta, temperature):
 
 
 def exponent_error(lse_t: torch.Tensor) -> float:
-    """Return the relative error of exp(x - lse) if lse is off by two units in the last place, as sums of thousands of
-    terms are. At an lse of 30 it is 7e-6, more than ROUNDING for 32 bits."""
+    """Return the relative error of exp(x - lse) if lse is off by two units in the last place, as
+    sums of thousands of terms are. At an lse of 30 it is 7e-6, more than ROUNDING for 32 bits."""
     return 2 * torch.finfo(torch.float32).eps * float(lse_t.abs().max())
 
 

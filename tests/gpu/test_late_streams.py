@@ -1,8 +1,9 @@
 """Late copies, exchanges or computations change no bit of a gradient.
 
-On a GPU the delays are real: `torch.cuda._sleep` is queued on a stream before each copy or exchange. The threaded
-process group runs collectives on the caller's stream, so `late_exchange` gives exchanges their own, as NCCL does. On a
-CPU a late exchange moves nothing before `wait`, and the disk sleeps.
+On a GPU the delays are real: `torch.cuda._sleep` is queued on a stream before each copy or
+exchange. The threaded process group runs collectives on the caller's stream, so `late_exchange`
+gives exchanges their own, as NCCL does. On a CPU a late exchange moves nothing before `wait`, and
+the disk sleeps.
 """
 
 import functools
@@ -24,20 +25,29 @@ from precision import Size, bf16_layout, initial_model, parallel_copy, random_ba
 from threads import run_on_threads
 
 CYCLES = 20_000_000  # about 10 ms of a GPU
-SIZE = Size(heads=4, kv_heads=2, head_dim=64, intermediate=256, vocab=128, window=50, tokens=512, layers=3)
-SIZE_ON_CPU = Size(heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=64, window=20, tokens=48, layers=3)
+SIZE = Size(
+    heads=4, kv_heads=2, head_dim=64, intermediate=256, vocab=128, window=50, tokens=512, layers=3
+)
+SIZE_ON_CPU = Size(
+    heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=64, window=20, tokens=48, layers=3
+)
 gpu = pytest.mark.gpu
 
 
 def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
-    """Return the gradients of the second of two steps, which reuses memory that holds other values from the first.
+    """Return the gradients of the second of two steps, which reuses memory that holds other values
+    from the first.
 
-    Each stage has one head per rank. The reference kernel always adds in the same order; PyTorch's GPU kernels do not.
+    Each stage has one head per rank. The reference kernel always adds in the same order; PyTorch's
+    GPU kernels do not.
     """
     size = SIZE if device.type == "cuda" else SIZE_ON_CPU
-    model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
+    model = initial_model("qwen3", size, 0, device)
+    batch = random_batch(size, 0, device)
     num_tiles = 4 if device.type == "cuda" else 2
-    layout = bf16_layout(cp, tile_tokens=size.tokens // cp // num_tiles, kernel="reference", **layer)
+    layout = bf16_layout(
+        cp, tile_tokens=size.tokens // cp // num_tiles, kernel="reference", **layer
+    )
 
     def work():
         ours = parallel_copy(model, device, cp, layout)
@@ -95,7 +105,9 @@ def late_compute(monkeypatch) -> None:
     """Start attention late, so that copies and exchanges that do not wait for it come too early."""
     for name in ("attend", "attend_backward"):
         monkeypatch.setattr(
-            StagedAttention, name, delay(lambda: torch.cuda._sleep(CYCLES), getattr(StagedAttention, name))
+            StagedAttention,
+            name,
+            delay(lambda: torch.cuda._sleep(CYCLES), getattr(StagedAttention, name)),
         )
 
 
@@ -103,7 +115,9 @@ class LateWork:
     """An all-to-all that moves nothing before `wait`: until then, the received tensor is NaN."""
 
     def __init__(self, received, send, group) -> None:
-        self.received, self.send, self.group = received, send, group
+        self.received = received
+        self.send = send
+        self.group = group
         received.fill_(float("nan"))
 
     def wait(self) -> None:
@@ -120,7 +134,8 @@ class LateStreamWork:
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             torch.cuda._sleep(CYCLES)
-            dist.all_to_all_single(received, send, group=group)  # runs when the last rank has queued its wait
+            # runs when the last rank has queued its wait
+            dist.all_to_all_single(received, send, group=group)
             self.done = torch.cuda.Event()
             self.done.record()
 
@@ -156,12 +171,15 @@ every_layer = pytest.mark.parametrize("layer", LAYERS, ids=NAMES)
 
 @pytest.fixture(scope="module")
 def on_time(device):
-    """Gradients without delays, by cp; everything stays on the device, so no copy can corrupt it."""
+    """Gradients without delays, by cp; everything stays on the device, so no copy can corrupt
+    it."""
     return {cp: right_gradients(device, cp) for cp in (1, 2)}
 
 
 @gpu
-@pytest.mark.parametrize("streams", [("out_stream",), ("in_stream",), ("out_stream", "in_stream")], ids=str)
+@pytest.mark.parametrize(
+    "streams", [("out_stream",), ("in_stream",), ("out_stream", "in_stream")], ids=str
+)
 @every_layer
 def test_late_copies_change_no_gradient(device, on_time, monkeypatch, layer, streams):
     late_copies(monkeypatch, *streams)
@@ -185,7 +203,10 @@ def test_a_slow_disk_changes_no_gradient(device, on_time, monkeypatch, layer):
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow_on_cpu)])
 def test_late_exchanges_change_no_gradient(device, on_time, monkeypatch, overlap):
     late_exchange(monkeypatch, device)
-    assert differing_names(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2]) == []
+    assert (
+        differing_names(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2])
+        == []
+    )
 
 
 @gpu
@@ -197,8 +218,8 @@ def test_all_delays_together_change_no_gradient(device, on_time, monkeypatch):
     assert differing_names(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
 
 
-# These test the delays: each reveals a missing wait. On a GPU, each runs in its own process, since a copy that comes
-# too early overwrites memory in use, and a wild index may stop the GPU.
+# These test the delays: each reveals a missing wait. On a GPU, each runs in its own process, since
+# a copy that comes too early overwrites memory in use, and a wild index may stop the GPU.
 
 
 def copies_do_not_wait(monkeypatch, device) -> None:
@@ -215,7 +236,9 @@ def copies_do_not_wait_for_the_computation(monkeypatch, device) -> None:
 
 def exchanges_are_not_waited_for(monkeypatch, device) -> None:
     late_exchange(monkeypatch, device)
-    monkeypatch.setattr(LateWork if device.type == "cpu" else LateStreamWork, "wait", lambda self: None)
+    monkeypatch.setattr(
+        LateWork if device.type == "cpu" else LateStreamWork, "wait", lambda self: None
+    )
 
 
 def the_disk_is_not_written(monkeypatch, device) -> None:
@@ -253,7 +276,9 @@ def test_a_missing_wait_is_detected(plant):
 def test_missing_waits_are_detected_on_a_gpu():
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     started = {
-        plant: subprocess.Popen([sys.executable, __file__, plant.__name__], env={**os.environ, "PYTHONPATH": paths})
+        plant: subprocess.Popen(
+            [sys.executable, __file__, plant.__name__], env={**os.environ, "PYTHONPATH": paths}
+        )
         for plant in PLANTED
     }
     codes = {plant.__name__: process.wait(120) for plant, process in started.items()}

@@ -1,7 +1,8 @@
-"""Real NCCL between processes, several ranks on one GPU: gradients, training, a dead rank and a hung one.
+"""Real NCCL between processes, several ranks on one GPU: gradients, training, a dead rank and a
+hung one.
 
-Needs an NCCL that allows several ranks per GPU (2.30 and later), for example your own, loaded before torch's:
-`LD_PRELOAD=DIR/libnccl.so.2 pytest tests/gpu/test_nccl.py`.
+Needs an NCCL that allows several ranks per GPU (2.30 and later), for example your own, loaded
+before torch's: `LD_PRELOAD=DIR/libnccl.so.2 pytest tests/gpu/test_nccl.py`.
 """
 
 import contextlib
@@ -48,7 +49,12 @@ from runs import bitwise_metrics, copy_run_at_step, metrics, run, tiny_run, wait
 
 MIN_NCCL = (2, 30)
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 Case = tuple[int, int, dict[str, Any]]  # cp, ring, and arguments of `bf16`
 
@@ -61,7 +67,8 @@ def nccl_ranks(size: int) -> Ranks:
 
 
 def loaded_nccl() -> tuple[int, int]:
-    """Return the version in use; `torch.cuda.nccl.version()` is the one that torch was built with."""
+    """Return the version in use; `torch.cuda.nccl.version()` is the one that torch was built
+    with."""
     number = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     return number.value // 10000, number.value // 100 % 100
@@ -77,37 +84,53 @@ def nccl():
     group.close()
 
 
-def yardsticks(model: PreTrainedModel, rows: list[Tensor]) -> dict[int, tuple[Gradients, Gradients]]:
+def yardsticks(
+    model: PreTrainedModel, rows: list[Tensor]
+) -> dict[int, tuple[Gradients, Gradients]]:
     """Return {number of rows: gradients of autocast and of fp64 over a batch of that many rows}."""
     batches = {number: Batch(torch.cat(rows[:number])) for number in (1, len(rows))}
-    return {n: (autocast_gradients(model, batch), exact_gradients(model, batch)) for n, batch in batches.items()}
+    return {
+        n: (autocast_gradients(model, batch), exact_gradients(model, batch))
+        for n, batch in batches.items()
+    }
 
 
 def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]:
-    """Return, on rank 0, which gradients of which cases are worse than autocast's; cases share models and meshes.
+    """Return, on rank 0, which gradients of which cases are worse than autocast's; cases share
+    models and meshes.
 
-    Each data-parallel rank has its own sequence. Errors are pooled over several seeds: a kind of parameter has few
-    tensors, and its median over one model varies by several percent. A ring has many rounds.
+    Each data-parallel rank has its own sequence. Errors are pooled over several seeds: a kind of
+    parameter has few tensors, and its median over one model varies by several percent. A ring has
+    many rounds.
     """
     ring_plan.ROUND_TOKENS = 1
     device = default_device()
     size = LARGE if device.type == "cuda" else SMALL
     models = [initial_model(family, size, seed, device) for seed in SEEDS]
     rows = [[random_batch(size, 10 * seed + row, device).ids for row in range(2)] for seed in SEEDS]
-    references = [yardsticks(*each) for each in zip(models, rows, strict=True)] if dist.get_rank() == 0 else []
+    references = (
+        [yardsticks(*each) for each in zip(models, rows, strict=True)]
+        if dist.get_rank() == 0
+        else []
+    )
     free_memory()
     meshes = {(cp, ring): make_mesh(cp, ring=ring) for cp, ring, _ in cases.values()}
     wrong = {}
     for name, (cp, ring, options) in cases.items():
         mesh = meshes[cp, ring]
         heads = max(size.heads // 2, cp // ring)
-        layout = replace(bf16_layout(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
-        layout, ours = replace(layout, kept=layout.kept * size.layers), []
+        layout = replace(
+            bf16_layout(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring
+        )
+        layout = replace(layout, kept=layout.kept * size.layers)
+        ours = []
         for model, of_seed in zip(models, rows, strict=True):
             parallel = parallelize_model(copy.deepcopy(model), mesh=mesh, layout=layout)
             ids = of_seed[mesh.dp_rank]
             parallel(input_ids=ids, labels=ids).loss.backward()
-            ours.append({name: param.grad.full_tensor() for name, param in parallel.named_parameters()})
+            ours.append(
+                {name: param.grad.full_tensor() for name, param in parallel.named_parameters()}
+            )
         if mesh.rank == 0:
             try:
                 assert_as_good_as_autocast(
@@ -142,13 +165,24 @@ def test_every_tier_is_as_good_as_autocast_on_four_ranks(nccl):
 def configured(folder, **train):
     """Return a deterministic configuration, so that a run on as many ranks repeats bit for bit."""
     plan = {"steps": 6, "save_every": 2, "keep_last": 9, "deterministic": True, **train}
-    sections = {"data": {"context": 512}, "memory": {"plan": "off"}, "parallel": {"cp": 2}, "train": plan}
+    sections = {
+        "data": {"context": 512},
+        "memory": {"plan": "off"},
+        "parallel": {"cp": 2},
+        "train": plan,
+    }
     base = tiny_run(folder, model=SHAPE)
-    return tiny_run(folder, model=SHAPE, **{**sections, "data": {**vars_of(base.data), "context": 512}})
+    return tiny_run(
+        folder, model=SHAPE, **{**sections, "data": {**vars_of(base.data), "context": 512}}
+    )
 
 
 def vars_of(data):
-    return {"path": str(data.path), "tokenizer": data.tokenizer, "validation_fraction": data.validation_fraction}
+    return {
+        "path": str(data.path),
+        "tokenizer": data.tokenizer,
+        "validation_fraction": data.validation_fraction,
+    }
 
 
 def moved(config, run_dir):
@@ -181,8 +215,11 @@ def losses(config):
 
 
 def run_with_fault(config, folder, how: str) -> None:
-    """Run, and kill or suspend rank 3 in its fifth step; the other ranks write their exit messages to files."""
-    started, advance, attend = [], trainer_module.Trainer.advance, stages.StagedAttention.attend
+    """Run, and kill or suspend rank 3 in its fifth step; the other ranks write their exit messages
+    to files."""
+    started = []
+    advance = trainer_module.Trainer.advance
+    attend = stages.StagedAttention.attend
 
     def count_and_advance(*args):
         started.append(args)
@@ -217,7 +254,8 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def failed_runs(nccl, trained, tmp_path_factory):
-    """{fault: folder of the ended run}; both run at the same time, without a launcher, as between nodes."""
+    """{fault: folder of the ended run}; both run at the same time, without a launcher, as between
+    nodes."""
     folders = {how: tmp_path_factory.mktemp(how) for how in FAULTS}
     victims = {how: nccl_ranks(4) for how in FAULTS}
     for how, folder in folders.items():
@@ -235,7 +273,9 @@ def test_a_rank_that_fails_ends_all_within_a_minute(nccl, trained, failed_runs, 
     """The ranks notice it without a launcher. Then two ranks resume the run."""
     folder = failed_runs[how]
     files = list(folder.glob("message-*"))
-    waited_s = min(path.stat().st_mtime for path in files) - float((folder / "failed-at").read_text())
+    waited_s = min(path.stat().st_mtime for path in files) - float(
+        (folder / "failed-at").read_text()
+    )
     messages = "\n".join(path.read_text() for path in files)
     print(f"{how}: {waited_s:.0f} s\n{messages}")
     assert waited_s < 60
@@ -255,14 +295,25 @@ MAIN += "runpy.run_module('ithaka', run_name='__main__')"
 
 @pytest.fixture(scope="module", autouse=True)
 def under_torchrun(nccl, tmp_path_factory):
-    """(process, folder) of a run on four ranks and then two, started before the other tests of this module."""
-    folder, commands = tmp_path_factory.mktemp("torchrun"), []
+    """(process, folder) of a run on four ranks and then two, started before the other tests of this
+    module."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    commands = []
     (folder / "main.py").write_text(MAIN)
     for num_ranks, steps in ((4, 3), (2, 5)):
         file = folder / f"{num_ranks}.yaml"
         file.write_text(to_yaml(configured(folder, steps=steps, save_every=0)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        commands.append(shlex.join([*command, str(folder / "main.py"), "train", str(file), "--resume", "auto"]))
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+        ]
+        commands.append(
+            shlex.join([*command, str(folder / "main.py"), "train", str(file), "--resume", "auto"])
+        )
     with (folder / "output").open("w") as output:
         started = subprocess.Popen(
             ["sh", "-c", " && ".join(commands)],
@@ -278,7 +329,8 @@ def under_torchrun(nccl, tmp_path_factory):
 
 def test_the_same_command_under_torchrun_resumes_a_run_of_four_ranks_on_two(under_torchrun):
     started, folder = under_torchrun
-    code, output = started.wait(300), (folder / "output").read_text()
+    code = started.wait(300)
+    output = (folder / "output").read_text()
     assert code == 0, output[-4000:]
     assert "resumed after step 3" in output
     assert [line["step"] for line in metrics(folder / "run") if "loss" in line][-1] == 5

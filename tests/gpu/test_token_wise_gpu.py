@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
-def on_both(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def on_both(
+    *shape: int, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(dtype)
     return x.cuda(), x.double()
 
@@ -33,13 +35,17 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(7, 64), (300, 3072), (5, 5000), (2, 9, 128), (1, 33, 3, 96)])
-@pytest.mark.parametrize("form", [NormForm(1e-6, 0.0, False), NormForm(1e-6, 1.0, False), NormForm(1e-5, 0.0, True)])
+@pytest.mark.parametrize(
+    "form", [NormForm(1e-6, 0.0, False), NormForm(1e-6, 1.0, False), NormForm(1e-5, 0.0, True)]
+)
 def test_norms(shape, form, dtype):
     (x, exact_x), (w, exact_w), (dy, exact_dy) = (
-        on_both(*size, dtype=kind) for size, kind in ((shape, torch.float32), (shape[-1:], dtype), (shape, dtype))
+        on_both(*size, dtype=kind)
+        for size, kind in ((shape, torch.float32), (shape[-1:], dtype), (shape, dtype))
     )
     assert_close(apply_norm(x, w, form), apply_norm(exact_x, exact_w, form), dtype)
-    ours, exact = norm_backward(x, dy, w, form), norm_backward(exact_x, exact_dy, exact_w, form)
+    ours = norm_backward(x, dy, w, form)
+    exact = norm_backward(exact_x, exact_dy, exact_w, form)
     for a, b in zip(ours, exact, strict=True):
         assert_close(a, b, dtype)
 
@@ -48,7 +54,10 @@ def test_norms(shape, form, dtype):
 @pytest.mark.parametrize(("activation", "fused"), list(product(ACTIVATIONS, (False, True))))
 def test_gates(activation, fused, dtype):
     gate, up, da = (on_both(50, 5000, dtype=dtype, scale=3 + i) for i in range(3))
-    gates = [list(torch.cat([g, u], 1).chunk(2, 1)) if fused else [g, u] for g, u in zip(gate, up, strict=True)]
+    gates = [
+        list(torch.cat([g, u], 1).chunk(2, 1)) if fused else [g, u]
+        for g, u in zip(gate, up, strict=True)
+    ]
     intos = [torch.empty_like(d) for d in da]
     for (g, u), into in zip(gates, intos, strict=True):
         gate_mul(g, u, into, activation)
@@ -70,7 +79,8 @@ def test_rope(form, backward, dtype):
         if heads == 3:  # gpt-oss transposes its tables
             tables = [[t.mT.contiguous().mT for t in both] for both in tables]
         ours, exact = (
-            rotate(t.transpose(1, 2), *(table[i] for table in tables), form, backward) for i, t in enumerate(x)
+            rotate(t.transpose(1, 2), *(table[i] for table in tables), form, backward)
+            for i, t in enumerate(x)
         )
         assert_close(ours, exact, dtype)
         assert ours.transpose(1, 2).is_contiguous()
@@ -79,9 +89,11 @@ def test_rope(form, backward, dtype):
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_sums_are_rounded_once(count):
     terms, exact = zip(
-        *(on_both(33, 100 + i, dtype=torch.bfloat16, scale=1 + 20 * i) for i in range(count)), strict=True
+        *(on_both(33, 100 + i, dtype=torch.bfloat16, scale=1 + 20 * i) for i in range(count)),
+        strict=True,
     )
-    terms, exact = [t[:, :100].contiguous() for t in terms], [t[:, :100] for t in exact]
+    terms = [t[:, :100].contiguous() for t in terms]
+    exact = [t[:, :100] for t in exact]
     assert torch.equal(sum_rounded(terms).cpu(), sum(exact).float().bfloat16())
 
 
@@ -91,10 +103,19 @@ def test_sums_are_rounded_once(count):
 def test_norms_of_sums_read_the_sum_before_it_is_rounded(shape, form, count):
     """The output is the only thing that is rounded, so it has the error of one rounding."""
     w, exact_w = on_both(shape[-1], dtype=torch.bfloat16)
-    terms, exact = zip(*(on_both(i, *shape, dtype=torch.bfloat16) for i in range(1, count + 1)), strict=True)
-    terms, exact = [t[-1].contiguous() for t in terms], [t[-1] for t in exact]
-    y, expected = apply_norm(sum_rounded(terms), w, form, terms), apply_norm(sum(exact), exact_w, form)
+    terms, exact = zip(
+        *(on_both(i, *shape, dtype=torch.bfloat16) for i in range(1, count + 1)), strict=True
+    )
+    terms = [t[-1].contiguous() for t in terms]
+    exact = [t[-1] for t in exact]
+    y = apply_norm(sum_rounded(terms), w, form, terms)
+    expected = apply_norm(sum(exact), exact_w, form)
     rounded = apply_norm(sum_rounded(terms), w, form)
-    errors = [float((result.cpu().double() - expected).norm() / expected.norm()) for result in (y, rounded)]
-    assert errors[0] < 1.02 * float((expected.bfloat16().double() - expected).norm() / expected.norm())
+    errors = [
+        float((result.cpu().double() - expected).norm() / expected.norm())
+        for result in (y, rounded)
+    ]
+    assert errors[0] < 1.02 * float(
+        (expected.bfloat16().double() - expected).norm() / expected.norm()
+    )
     assert errors[1] > 1.2 * errors[0], "otherwise this test compares nothing"

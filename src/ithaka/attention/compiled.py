@@ -1,9 +1,10 @@
-"""FlashAttention 4's compiled kernels: a cache on disk, filled by helper processes before the first step needs it.
+"""FlashAttention 4's compiled kernels: a cache on disk, which helper processes fill early.
 
-A kernel takes 4 to 8 s to compile, a run needs a dozen, and one process cannot compile two at once. Cached kernels are
-machine code that this process runs, so the cache is a folder that only this user can write to.
+A kernel takes 4 to 8 s to compile, a run needs a dozen, and one process cannot compile two at once.
+Cached kernels are machine code that this process runs, so the cache is a folder that only this user
+can write to.
 
-Without a usable folder or with failed helpers, a rank compiles the kernels that it needs, as it would without a cache.
+Without a usable folder, or if helpers fail, a rank compiles the kernels that it needs.
 """
 
 import fcntl
@@ -19,7 +20,10 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
+
+from ithaka.foreign.flash_attention import device_arch
 
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 WAIT_S = 120  # a helper is killed after this time, so no rank waits longer
@@ -28,17 +32,23 @@ IS_HELPER = "ITHAKA_COMPILES_KERNELS"  # set in the environment of helpers
 
 
 def cache_root() -> Path | None:
-    """The folder of compiled kernels; None, with a warning, if it cannot be used or others can write to it."""
+    """The folder of compiled kernels; None, with a warning, if it cannot be used or others can
+    write to it."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    root = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or caches / "ithaka" / "flash-attn-4")
+    own = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    root = Path(own or caches / "ithaka" / "flash-attn-4")
+    problem = ""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = root.stat()
-        problem = "belongs to another user" if info.st_uid != os.getuid() else ""
-        problem = problem or "is writable by others" * bool(info.st_mode & 0o022)
-        if not problem:
+        if info.st_uid != os.getuid():
+            problem = "belongs to another user"
+        elif info.st_mode & 0o022:
+            problem = "is writable by others"
+        else:
             with (root / LOCK).open("a") as lock:
-                _try_lock(lock, fcntl.LOCK_SH)  # not all file systems have locks, which FlashAttention 4 needs too
+                # Not all file systems have locks, which FlashAttention 4 needs too.
+                _try_lock(lock, fcntl.LOCK_SH)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
     if problem:
@@ -73,8 +83,8 @@ def versions() -> str:
 
 
 @cache
-def import_fa4() -> Any:
-    """Import FlashAttention 4 with its caches in our folder. Waits for helpers that are compiling."""
+def import_fa4() -> ModuleType:
+    """Import FlashAttention 4 with its caches in our folder. Waits for helpers that compile."""
     from flash_attn.cute import cache_utils, interface
 
     root = cache_root()
@@ -82,9 +92,9 @@ def import_fa4() -> Any:
         return interface
     try:
         wait_for_helpers(root)
-        folder = root / f"sm{interface._get_device_arch()}-{_digest(versions())}"
+        folder = root / f"sm{device_arch(interface)}-{_digest(versions())}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        # Not by environment variables, which it reads when it is imported: another library may have done that earlier.
+        # Not by environment variables: another library may have imported it earlier.
         functions = {
             name: function
             for name, function in vars(interface).items()
@@ -99,19 +109,21 @@ def import_fa4() -> Any:
     return interface
 
 
-def start_helpers(gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]) -> list[subprocess.Popen[bytes]]:
-    """Start one process for each of `kernels` that is not cached: it calls `program` with the kernel's arguments.
+def start_helpers(
+    gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]
+) -> list[subprocess.Popen[bytes]]:
+    """Start a process for each of `kernels` that is not cached: it calls `program` with them.
 
-    The helpers hold a shared lock, which `import_fa4` waits for, so that no rank compiles the same kernels.
+    They hold a shared lock, which `import_fa4` waits for, so that no rank compiles the same kernel.
     """
     root = cache_root()
-    started: list[subprocess.Popen[bytes]] = []
     if root is None:
-        return started
+        return []
     done = {kernel: root / f"{_digest((gpu, versions(), kernel))}.done" for kernel in kernels}
     missing = [kernel for kernel, file in done.items() if not file.exists()]
     if not missing:
-        return started
+        return []
+    started: list[subprocess.Popen[bytes]] = []
     setup = f"import signal, sys; signal.alarm({WAIT_S}); sys.path[:] = {sys.path!r}"
     try:
         with (root / LOCK).open("a") as lock:
@@ -120,12 +132,19 @@ def start_helpers(gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]) ->
             for kernel in missing:
                 then = f"import pathlib; pathlib.Path({str(done[kernel])!r}).touch()"
                 # A helper inherits the lock with the open file, and releases it when it ends.
-                command = [sys.executable, "-c", f"{setup}; {program}(*{kernel!r}); {then}"]
-                how: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-                how["env"] = {**os.environ, "OMP_NUM_THREADS": "1", IS_HELPER: "1"}
-                started.append(subprocess.Popen(command, pass_fds=[lock.fileno()], start_new_session=True, **how))
+                helper = subprocess.Popen(
+                    [sys.executable, "-c", f"{setup}; {program}(*{kernel!r}); {then}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", IS_HELPER: "1"},
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,
+                )
+                started.append(helper)
     except OSError as error:
-        _warn_about_helpers(f"{len(missing) - len(started)} of {len(missing)} could not start ({error.strerror})")
+        num_failed = len(missing) - len(started)
+        _warn_about_helpers(f"{num_failed} of {len(missing)} could not start ({error.strerror})")
     threading.Thread(target=_reap, args=(started,), daemon=True).start()
     return started
 
@@ -137,11 +156,14 @@ def _reap(helpers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _warn_about_helpers(problem: str) -> None:
-    warnings.warn(f"helper processes that compile kernels: {problem}; ranks compile these kernels", stacklevel=2)
+    warnings.warn(
+        f"helper processes that compile kernels: {problem}; ranks compile these kernels",
+        stacklevel=2,
+    )
 
 
 def wait_for_helpers(root: Path) -> None:
-    """Return when no process holds the lock, or after WAIT_S: kernels that are then missing are compiled here."""
+    """Return when no process holds the lock, or after WAIT_S."""
     if IS_HELPER in os.environ:  # holds the lock itself
         return
     with (root / LOCK).open("a") as lock:
@@ -150,5 +172,5 @@ def wait_for_helpers(root: Path) -> None:
             time.sleep(0.05)
 
 
-def _digest(key: Any) -> str:
+def _digest(key: object) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

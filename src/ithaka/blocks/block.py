@@ -1,7 +1,8 @@
 """Blocks: hand-written forwards and backwards of modules in a decoder layer.
 
-A block replaces a module's forward if it reproduces the module's output and gradients on random inputs, whatever the
-module's name. Blocks add weight gradients to the layer's fp32 sums, instead of returning them to autograd rounded.
+A block replaces a module's forward if it reproduces the module's output and gradients on random
+inputs, whatever the module's name. Blocks add weight gradients to the layer's fp32 sums, instead of
+returning them to autograd rounded.
 """
 
 import inspect
@@ -15,26 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.blocks.tiles import GradSum
+from ithaka.foreign import torch_operators
+from ithaka.foreign.torch_core import HOOK_DICTS
 
 # Rows of random inputs: epsilons show in small ones, clamps in large ones.
 ROW_SCALES = (1.0, 0.03, 1e-3, 30.0, 1e3, 1e5)
 TOLERANCE = 1e-4  # in fp32, relative to the largest value of a row
 SMALL_WIDTH = 32  # width of experts and MLPs in a small copy of a layer
-HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
 class TileState:
-    """How a layer's blocks run the current tile. The layer's own forward and autograd are between the layer's schedule
-    and its blocks, so it cannot be an argument."""
+    """How a layer's blocks run the current tile. The layer's own forward and autograd come between
+    its schedule and its blocks, so it cannot be an argument."""
 
-    grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+    grads: GradSum | None = None  # where backward adds weight gradients; None: to autograd
     is_only_tile: bool = True  # in the layer's backward
-    skips_mlp: bool = False  # MLPs and experts return zeros, because no gradient depends on their output
+    skips_mlp: bool = False  # MLPs and experts return zeros: no gradient depends on their output
     skips_projections: bool = False  # the same of the maps to q, k and v, and their RoPE
 
     @contextmanager
-    def set(self, **values: Any) -> Iterator[None]:
+    def set(self, **values: GradSum | bool | None) -> Iterator[None]:
         for name, value in values.items():
             setattr(self, name, value)
         try:
@@ -50,20 +52,21 @@ class BlockSpec(ABC):
 
     path: str
     is_mlp: ClassVar[bool] = False  # `TileState.skips_mlp` leaves it out
-    reads_16_bits: ClassVar[bool] = True  # so layers with such blocks keep the residual stream in 16 bits
-    # What a layer does if results differ with its blocks. Blocks with the same text are used together or not at all.
+    reads_16_bits: ClassVar[bool] = True  # layers with such blocks keep the residual in 16 bits
+    # What a layer does if its blocks differ. Those with the same text are used all or not at all.
     fallback: ClassVar[str] = "runs its modules as transformers does, without ithaka's blocks"
 
     @abstractmethod
-    def make(self, module: Any, tile: TileState) -> Callable[..., Any]:
+    def make(self, module: nn.Module, tile: TileState) -> Callable[..., Any]:
         """The forward of the module."""
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether the module and those in it run the forwards of their classes, without hooks."""
-    return not any(
-        "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOK_DICTS) for part in module.modules()
-    )
+    for part in module.modules():
+        if "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOK_DICTS):
+            return False
+    return True
 
 
 def takes_one_input(module: nn.Module) -> bool:
@@ -72,8 +75,8 @@ def takes_one_input(module: nn.Module) -> bool:
 
 
 def reshape_output(y: Tensor, *shape: int) -> Tensor:
-    """Return a block's result in another shape: not as a view, which models could not change in place."""
-    return torch.ops.aten._unsafe_view(y, shape)
+    """Return a result in another shape, not as a view: models may change it in place."""
+    return torch_operators.reshape_as_new(y, shape)
 
 
 def random_rows(num_features: int) -> Tensor:
@@ -84,7 +87,10 @@ def random_rows(num_features: int) -> Tensor:
 
 
 def reproduces(
-    block: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor] = ()
+    block: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    params: Sequence[Tensor] = (),
 ) -> bool:
     """Whether a block returns the output and gradients of the reference."""
     try:
@@ -94,7 +100,9 @@ def reproduces(
     return len(ours) == len(theirs) and all(map(_is_close, ours, theirs))
 
 
-def _run(function: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor | None]:
+def _run(
+    function: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor]
+) -> list[Tensor | None]:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         leaves = [t.detach().clone().requires_grad_() for t in inputs]
         outputs = function(*leaves)
@@ -107,8 +115,9 @@ def _run(function: Callable[..., Any], inputs: Sequence[Tensor], params: Sequenc
 
 
 def resize(module: nn.Module, name: str, sizes: dict[int, int]) -> None:
-    """Give a parameter other sizes in some dims, and no values; of a buffer, keep the first entries."""
-    if (param := module._parameters.get(name)) is not None:
+    """Give a parameter other sizes in some dims, without values; cut a buffer to them."""
+    param = module._parameters.get(name)
+    if param is not None:
         shape = [sizes.get(dim, size) for dim, size in enumerate(param.shape)]
         empty = torch.empty(shape, dtype=param.dtype, device="meta")
         module._parameters[name] = nn.Parameter(empty, param.requires_grad)

@@ -1,11 +1,11 @@
 """Steps of an MoE layer on rows sorted by expert: grouped matmuls, gates and sums.
 
-A row is one (token, expert) pair. Rows of the same expert are consecutive, so that one kernel multiplies all rows with
-their experts' weights; only the device knows where an expert's rows end. On a GPU, each of the other steps makes one
-pass over memory, in fp32.
+A row is one (token, expert) pair. Rows of the same expert are consecutive, so that one kernel
+multiplies all rows with their experts' weights; only the device knows where an expert's rows end.
+On a GPU, each of the other steps makes one pass over memory, in fp32.
 
-Shapes: t tokens of a tile, k experts per token, a = t * k rows, E experts, D input features, M output features, F width
-of an expert.
+Shapes: t tokens of a tile, k experts per token, a = t * k rows, E experts, D input features, M
+output features, F width of an expert.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.blocks.tiles import add_matmul, sum_dtype
+from ithaka.foreign.hugging_face import gate_function, has_default_gate
 from ithaka.ops.fused import launch, power_of_two, runs_kernels
 from ithaka.phases import count
 
@@ -22,7 +23,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = _add_products_kernel = None
+    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = _add_products_kernel = (
+        None
+    )
 
 _BLOCK = 1024  # elements of a row that one program reads at once
 _ROWS = 8192  # rows that a gate without a kernel computes at once
@@ -43,16 +46,18 @@ class SortedAssignments(NamedTuple):
         row_a[order_a] = torch.arange(len(order_a), device=order_a.device)
         experts_E = torch.arange(num_experts, dtype=torch.int16, device=expert_a.device)
         ends_E = torch.searchsorted(expert_a, experts_E, right=True, out_int32=True)
-        return cls(order_a // expert_tk.shape[1], expert_a.int(), row_a.view(expert_tk.shape), ends_E)
+        token_a = order_a // expert_tk.shape[1]
+        return cls(token_a, expert_a.int(), row_a.view(expert_tk.shape), ends_E)
 
     def take(self, values_tk: Tensor) -> Tensor:
         """Return values of choices in the order of rows."""
-        return values_tk.new_empty(values_tk.numel()).scatter_(0, self.row_tk.flatten(), values_tk.flatten())
+        values_a = values_tk.new_empty(values_tk.numel())
+        return values_a.scatter_(0, self.row_tk.flatten(), values_tk.flatten())
 
 
 def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply groups of consecutive rows: [a, D] @ [E, D, M] -> [a, M], or, with groups of columns of `a`, [D, a] @
-    [a, M] -> [E, D, M]. Not differentiable."""
+    """Multiply groups of consecutive rows, [a, D] @ [E, D, M] -> [a, M], or of columns of `a`,
+    [D, a] @ [a, M] -> [E, D, M]. Not differentiable."""
     if can_group(a, b):
         return F.grouped_mm(a, b, offs=ends_E)
     if b.dim() == 3:
@@ -61,17 +66,20 @@ def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def add_products(into_EDM: Tensor, a_aD: Tensor, b_aM: Tensor, ends_E: Tensor) -> None:
-    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`, without rounding before the addition.
-    PyTorch's grouped matmul would round to bfloat16."""
+    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`. PyTorch's grouped matmul
+    would round to bfloat16 before the addition."""
     if a_aD.dtype == torch.bfloat16 and runs_kernels(a_aD):
-        (num_experts, D, M), (a_aD, b_aM) = into_EDM.shape, (a_aD.contiguous(), b_aM.contiguous())
+        (num_experts, D, M) = into_EDM.shape
+        a_aD = a_aD.contiguous()
+        b_aM = b_aM.contiguous()
         # Two programs per multiprocessor: one adds its block while the other multiplies.
         block_d, block_n = (max(16, min(128, power_of_two(size))) for size in (D, M))
         grid = (-(-D // block_d) * -(-M // block_n), num_experts)
-        settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
-        tensors = (into_EDM, a_aD, b_aM, ends_E)
+        blocks = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64}
+        settings = {"num_stages": 3, "num_warps": 4}
+        args = (into_EDM, a_aD, b_aM, ends_E, D, M, *into_EDM.stride())
         count("grouped matmul", 2 * a_aD.numel() * M)
-        launch(_add_products_kernel, grid, *tensors, D, M, *into_EDM.stride(), **settings)
+        launch(_add_products_kernel, grid, *args, **blocks, **settings)
         return
     for e, rows in enumerate(_groups(ends_E)):
         add_matmul(into_EDM[e], a_aD[rows].t(), b_aM[rows])
@@ -91,12 +99,15 @@ def can_group(a: Tensor, b: Tensor) -> bool:
 
 def sum_choices(rows_aD: Tensor, rows: SortedAssignments, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
-    (t, k), D = rows.row_tk.shape, rows_aD.shape[1]
+    (t, k) = rows.row_tk.shape
+    D = rows_aD.shape[1]
     if not runs_kernels(rows_aD):
         return rows_aD[rows.row_tk].sum(1, dtype=sum_dtype(rows_aD.dtype)).to(dtype)
     into_tD = rows_aD.new_empty(t, D, dtype=dtype)
     grid = (t, -(-D // _BLOCK))
-    launch(_sum_choices_kernel, grid, into_tD, rows_aD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
+    launch(
+        _sum_choices_kernel, grid, into_tD, rows_aD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4
+    )
     return into_tD
 
 
@@ -104,24 +115,32 @@ class Gate:
     """The step between an experts module's two matmuls, from [a, 2 F] (or [a, F]) to [a, F]."""
 
     def __init__(self, experts: Any) -> None:
-        self.apply = experts._apply_gate if experts.has_gate else experts.act_fn
+        self.apply = gate_function(experts) if experts.has_gate else experts.act_fn
         self.is_interleaved = type(experts).__name__ == "GptOssExperts"
         activation = type(getattr(experts, "act_fn", None)).__name__
-        is_default = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+        is_default = has_default_gate(experts)
         is_silu = experts.has_gate and is_default and activation in ("SiLU", "SiLUActivation")
-        self.is_squared = not experts.has_gate and activation == "ReLUSquaredActivation"  # of Nemotron-H
+        # of Nemotron-H
+        self.is_squared = not experts.has_gate and activation == "ReLUSquaredActivation"
         self.has_kernel = self.is_interleaved or self.is_squared or is_silu
-        alpha, limit = (experts.alpha, experts.limit) if self.is_interleaved else (1.0, 0.0)
-        kinds = {"INTERLEAVED": self.is_interleaved, "SQUARED": self.is_squared}
-        self.options = {"alpha": alpha, "limit": limit, **kinds}
+        self.options = {
+            "alpha": experts.alpha if self.is_interleaved else 1.0,
+            "limit": experts.limit if self.is_interleaved else 0.0,
+            "INTERLEAVED": self.is_interleaved,
+            "SQUARED": self.is_squared,
+        }
 
-    def forward(self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, rows: SortedAssignments) -> Tensor:
+    def forward(
+        self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, rows: SortedAssignments
+    ) -> Tensor:
         """Return the gate of h + bias, times the router's weights, [a, F]."""
         if self.has_kernel and runs_kernels(h_aF):
-            n, width = len(h_aF), h_aF.shape[1] // (1 if self.is_squared else 2)
+            n = len(h_aF)
+            width = h_aF.shape[1] // (1 if self.is_squared else 2)
             a_aF = h_aF.new_empty(n, width)
-            tensors = (a_aF, h_aF, *self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
-            launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
+            tensors = (a_aF, h_aF, self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
+            grid = (n, -(-width // _BLOCK))
+            launch(_gate_kernel, grid, *tensors, width, **self._settings(bias_EF))
             return a_aF
         parts = []
         for part in range(0, len(h_aF), _ROWS):
@@ -131,13 +150,19 @@ class Gate:
         return torch.cat(parts)
 
     def backward(
-        self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, da_aF: Tensor, rows: SortedAssignments
+        self,
+        h_aF: Tensor,
+        bias_EF: Tensor | None,
+        weight_a: Tensor,
+        da_aF: Tensor,
+        rows: SortedAssignments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh [a, 2 F] (or [a, F]), the output a [a, F] and dweight [a]. Overwrites h and da."""
+        """Return dh [a, 2 F] (or [a, F]), the output a [a, F], dweight [a]. Overwrites h, da."""
         dweight_a = torch.empty_like(weight_a)
         if self.has_kernel and runs_kernels(h_aF):
             n, width = da_aF.shape
-            tensors = (h_aF, da_aF, dweight_a, *self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
+            bias = self._bias(h_aF, bias_EF)
+            tensors = (h_aF, da_aF, dweight_a, bias, weight_a, rows.expert_a)
             settings = {"BLOCKS": -(-width // _BLOCK), **self._settings(bias_EF)}
             launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
             return h_aF, da_aF, dweight_a
@@ -153,8 +178,9 @@ class Gate:
         return h_aF, da_aF, dweight_a
 
     @staticmethod
-    def _bias(h_aF: Tensor, bias_EF: Tensor | None) -> tuple[Tensor]:
-        return (h_aF if bias_EF is None else bias_EF.contiguous(),)
+    def _bias(h_aF: Tensor, bias_EF: Tensor | None) -> Tensor:
+        """Return the kernels' argument: without a bias, any tensor."""
+        return h_aF if bias_EF is None else bias_EF.contiguous()
 
     def _settings(self, bias_EF: Tensor | None) -> dict[str, Any]:
         return {**self.options, "HAS_BIAS": bias_EF is not None, "BLOCK": _BLOCK, "num_warps": 4}
@@ -180,11 +206,23 @@ if triton is not None:
 
     @triton.jit
     def _add_products_kernel(
-        into, a, b, ends, D, M, stride_e, stride_d, stride_n,
-        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    ):  # fmt: skip
-        """Add one block of an expert's product. Blocks of an expert run together, so that its rows stay in cache."""
-        expert, blocks_n = tl.program_id(1), tl.cdiv(M, BLOCK_N)
+        into,
+        a,
+        b,
+        ends,
+        D,
+        M,
+        stride_e,
+        stride_d,
+        stride_n,
+        BLOCK_D: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_R: tl.constexpr,
+    ):
+        """Add one block of an expert's product. Blocks of an expert run together, so that its rows
+        stay in cache."""
+        expert = tl.program_id(1)
+        blocks_n = tl.cdiv(M, BLOCK_N)
         d = tl.program_id(0) // blocks_n * BLOCK_D + tl.arange(0, BLOCK_D)
         n = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
         first = tl.load(ends + expert - 1, expert > 0, other=0)
@@ -192,18 +230,32 @@ if triton is not None:
         total = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
         for row in range(first, end, BLOCK_R):
             rows = row + tl.arange(0, BLOCK_R)
-            inside, at = (rows < end)[:, None], rows.to(tl.int64)[:, None]
+            inside = (rows < end)[:, None]
+            at = rows.to(tl.int64)[:, None]
             left = tl.load(a + at * D + d[None, :], inside & (d < D)[None, :], other=0.0)
             right = tl.load(b + at * M + n[None, :], inside & (n < M)[None, :], other=0.0)
             total = tl.dot(tl.trans(left), right, total)
         if first < end:
-            at = into + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + n[None, :] * stride_n
+            at = (
+                into
+                + expert.to(tl.int64) * stride_e
+                + d[:, None] * stride_d
+                + n[None, :] * stride_n
+            )
             inside = (d < D)[:, None] & (n < M)[None, :]
             tl.store(at, tl.load(at, inside, other=0.0) + total, inside)
 
     @triton.jit
     def _load_pairs(
-        h, bias, row, expert, block, F, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+        h,
+        bias,
+        row,
+        expert,
+        block,
+        F,
+        INTERLEAVED: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         """Load gate and up of one block of a row, with bias, in fp32."""
         if INTERLEAVED:
@@ -233,10 +285,21 @@ if triton is not None:
 
     @triton.jit
     def _gate_kernel(
-        into, h, bias, weights, experts, F, alpha, limit,
-        INTERLEAVED: tl.constexpr, SQUARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        into,
+        h,
+        bias,
+        weights,
+        experts,
+        F,
+        alpha,
+        limit,
+        INTERLEAVED: tl.constexpr,
+        SQUARED: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        block = tl.program_id(1)
         expert = tl.load(experts + row).to(tl.int64)
         cols = block * BLOCK + tl.arange(0, BLOCK)
         if SQUARED:
@@ -248,13 +311,27 @@ if triton is not None:
                 gate = tl.minimum(gate, limit)
                 up = tl.minimum(tl.maximum(up, -limit), limit) + 1
             a = gate * tl.sigmoid(gate * alpha) * up
-        tl.store(into + row * F + cols, (a * tl.load(weights + row)).to(into.dtype.element_ty), cols < F)
+        tl.store(
+            into + row * F + cols, (a * tl.load(weights + row)).to(into.dtype.element_ty), cols < F
+        )
 
     @triton.jit
     def _gate_backward_kernel(
-        h, da, dweights, bias, weights, experts, F, alpha, limit, INTERLEAVED: tl.constexpr,
-        SQUARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    ):  # fmt: skip
+        h,
+        da,
+        dweights,
+        bias,
+        weights,
+        experts,
+        F,
+        alpha,
+        limit,
+        INTERLEAVED: tl.constexpr,
+        SQUARED: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCKS: tl.constexpr,
+    ):
         row = tl.program_id(0).to(tl.int64)
         expert = tl.load(experts + row).to(tl.int64)
         weight = tl.load(weights + row)
@@ -268,7 +345,8 @@ if triton is not None:
                 a = x * x
             else:
                 gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
-                clamped, factor = gate, up
+                clamped = gate
+                factor = up
                 if INTERLEAVED:
                     clamped = tl.minimum(gate, limit)
                     factor = tl.minimum(tl.maximum(up, -limit), limit) + 1

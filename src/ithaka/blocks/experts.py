@@ -1,12 +1,13 @@
-"""The experts of an MoE layer, with a hand-written backward. Routers and shared experts stay the model's own modules.
+"""The experts of an MoE layer, with a hand-written backward. Routers and shared experts stay the
+model's own modules.
 
-transformers' experts modules have one structure: two stacked weights with a gate in between. An ExpertBlock replaces
-their forward. It sorts the choices of a tile by expert, and keeps its input and the output of the first matmul. The
-router's weights are applied before the second matmul, so backward does not need its output. Weight gradients are added
-to the layer's sums, not returned to autograd.
+transformers' experts modules have one structure: two stacked weights with a gate in between. An
+ExpertBlock replaces their forward. It sorts the choices of a tile by expert, and keeps its input
+and the output of the first matmul. The router's weights are applied before the second matmul, so
+backward does not need its output.
 
-A token must keep its experts when backward recomputes a tile: the layer saves its choices, and `_Replay` makes the
-router's top-k return them.
+A token must keep its experts when backward recomputes a tile: the layer saves its choices, and
+`_Replay` makes the router's top-k return them.
 
 Shapes as in blocks/expert_rows.py; r rank of an adapter.
 """
@@ -23,9 +24,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ithaka.blocks.block import SMALL_WIDTH, BlockSpec, TileState, resize
-from ithaka.blocks.expert_rows import Gate, SortedAssignments, add_products, multiply_groups, sum_choices
+from ithaka.blocks.expert_rows import (
+    Gate,
+    SortedAssignments,
+    add_products,
+    multiply_groups,
+    sum_choices,
+)
 from ithaka.blocks.tiles import GradSum, sum_dtype
 from ithaka.config import ConfigError
+from ithaka.foreign.hugging_face import has_gate_function
 from ithaka.layout import Layout
 
 FEW_EXPERTS = 32  # in a small copy of a layer
@@ -33,7 +41,7 @@ FEW_EXPERTS = 32  # in a small copy of a layer
 
 @dataclass(frozen=True)
 class GroupedLinear:
-    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. The caller adds the bias."""
+    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B."""
 
     weight: Tensor  # [E, M, D], or [E, D, M] if transposed
     bias_EM: Tensor | None
@@ -51,7 +59,7 @@ class GroupedLinear:
         return self.weight if self.is_transposed else self.weight.transpose(1, 2)
 
     def __call__(self, x_aD: Tensor, rows: SortedAssignments) -> Tensor:
-        """Return x W, with the adapter, without the bias."""
+        """Return y. The caller adds the bias."""
         y_aM = multiply_groups(x_aD, self.weight_EDM, rows.ends_E)
         if self.a_AD is not None:
             y_aM += multiply_groups(self._down(x_aD, rows), self._b_ErM, rows.ends_E)
@@ -64,9 +72,14 @@ class GroupedLinear:
         return dx_aD
 
     def add_grads(
-        self, dy_aM: Tensor, x_aD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
+        self,
+        dy_aM: Tensor,
+        x_aD: Tensor,
+        rows: SortedAssignments,
+        grads: GradSum,
+        is_only_tile: bool,
     ) -> None:
-        """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
+        """Add a tile's gradients of trained tensors but the bias; round those of an only tile."""
         if self.weight.requires_grad:
             left, right = (x_aD, dy_aM) if self.is_transposed else (dy_aM, x_aD)
             if is_only_tile:
@@ -103,12 +116,12 @@ class ExpertSpec(BlockSpec):
     reads_16_bits = False
     fallback = "runs its experts as transformers does, without ithaka's grouped matmuls"
 
-    def make(self, module: Any, tile: TileState) -> "ExpertBlock":
+    def make(self, module: nn.Module, tile: TileState) -> "ExpertBlock":
         return ExpertBlock(module, tile)
 
 
 def find_experts(layer: nn.Module) -> dict[str, ExpertSpec | None]:
-    """Map the path of each experts module to its spec; to None if there are several, whose choices are not replayed."""
+    """Map experts modules' paths to their spec; several have None: choices are not replayed."""
     found = {path: module for path, module in layer.named_modules() if is_expert_module(module)}
     inner = {module.base_layer for module in found.values() if hasattr(module, "parameter_name")}
     paths = [path for path, module in found.items() if module not in inner]
@@ -116,15 +129,20 @@ def find_experts(layer: nn.Module) -> dict[str, ExpertSpec | None]:
 
 
 class ExpertBlock:
-    """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
+    """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k])
+    -> y [t, D]."""
 
     def __init__(self, module: Any, tile: TileState) -> None:
-        """`module`: the experts, or the outermost PEFT wrapper around them. There is one per adapted weight."""
-        self.module, self.tile, self.adapters = module, tile, {}
+        """`module`: the experts, or the outermost of PEFT's wrappers, one per adapted weight."""
+        self.module = module
+        self.tile = tile
+        self.adapters = {}
         while hasattr(module, "parameter_name"):
             self.adapters[module.parameter_name] = module
             module = module.base_layer
-        self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
+        self.experts = module
+        self.gate = Gate(module)
+        self.num_experts = module.num_experts
         self.chosen_tk: Tensor | None = None  # in the last call
         self.ends_E = torch.empty(0)  # where each expert's rows end, in the last call
 
@@ -135,18 +153,20 @@ class ExpertBlock:
             return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
 
     def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
-        """The two linear maps, read again in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
-        return self._linear("gate_up_proj" if self.experts.has_gate else "up_proj"), self._linear("down_proj")
+        """The two linear maps, read in every pass: see `as_linear`."""
+        up = self._linear("gate_up_proj" if self.experts.has_gate else "up_proj")
+        return up, self._linear("down_proj")
 
     def _linear(self, name: str) -> GroupedLinear:
-        experts: Any = self.experts
-        base = GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
+        bias_EM = getattr(self.experts, f"{name}_bias", None)
+        base = GroupedLinear(getattr(self.experts, name), bias_EM, self.experts.is_transposed)
         wrapper: Any = self.adapters.get(name)
         if wrapper is None or wrapper.disable_adapters or wrapper.merged:
             return base
         for active in wrapper.active_adapters:
             if active in wrapper.lora_A:
-                a_AD, b_MA = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+                a_AD = wrapper.lora_A[active].weight
+                b_MA = wrapper.lora_B[active].weight
                 return replace(base, a_AD=a_AD, b_MA=b_MA, scale=wrapper.scaling[active])
         return base
 
@@ -154,43 +174,58 @@ class ExpertBlock:
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
-        (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
-        rows, inputs_tD = SortedAssignments.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
+        (up, down) = block.linears()
+        wide = sum_dtype(x_tD.dtype)
+        rows = SortedAssignments.sort(expert_tk, block.num_experts)
+        inputs_tD = x_tD.to(up.weight.dtype)
         block.ends_E = rows.ends_E
         weight_a = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
         h_aF = up(inputs_tD[rows.token_a], rows)
-        ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
+        ctx.block = block
+        ctx.dtypes = (x_tD.dtype, weight_tk.dtype)
+        ctx.tensors = tensors
         ctx.kept = rows, inputs_tD, weight_a, h_aF
         ctx.choices = expert_tk, weight_tk.detach()
         if block.tile.skips_mlp:
             return torch.zeros_like(x_tD, dtype=wide)
-        y_tD = sum_choices(down(block.gate.forward(h_aF, up.bias_EM, weight_a, rows), rows), rows, wide)
+        y_tD = sum_choices(
+            down(block.gate.forward(h_aF, up.bias_EM, weight_a, rows), rows), rows, wide
+        )
         if down.bias_EM is not None:
-            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EM)), down.bias_EM.to(wide))
+            weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EM))
+            y_tD.addmm_(weight_tE, down.bias_EM.to(wide))
         return y_tD
 
     @staticmethod
     def backward(ctx, dy_tD):
-        (up, down), returned, tile = ctx.block.linears(), GradSum(), ctx.block.tile
-        grads, is_only_tile = (returned, True) if tile.grads is None else (tile.grads, tile.is_only_tile)
+        (up, down) = ctx.block.linears()
+        returned = GradSum()
+        tile = ctx.block.tile
+        grads = returned if tile.grads is None else tile.grads
+        is_only_tile = tile.grads is None or tile.is_only_tile
         rows, inputs_tD, weight_a, h_aF = ctx.kept
         ctx.kept = None  # h is overwritten
         dy_aD = dy_tD.to(inputs_tD.dtype)[rows.token_a]
-        dh_aF, a_aF, dweight_a = ctx.block.gate.backward(h_aF, up.bias_EM, weight_a, down.input_grad(dy_aD, rows), rows)
+        dh_aF, a_aF, dweight_a = ctx.block.gate.backward(
+            h_aF, up.bias_EM, weight_a, down.input_grad(dy_aD, rows), rows
+        )
         down.add_grads(dy_aD, a_aF, rows, grads, is_only_tile)
         del dy_aD, a_aF
         up.add_grads(dh_aF, inputs_tD[rows.token_a], rows, grads, is_only_tile)
         dx_tD = sum_choices(up.input_grad(dh_aF, rows), rows, ctx.dtypes[0])
         dweight_tk = dweight_a[rows.row_tk]
         if up.bias_EM is not None and up.bias_EM.requires_grad:
-            add_products(grads.sum_of(up.bias_EM)[:, None], dh_aF.new_ones(len(dh_aF), 1), dh_aF, rows.ends_E)
+            sum_E1F = grads.sum_of(up.bias_EM)[:, None]
+            add_products(sum_E1F, dh_aF.new_ones(len(dh_aF), 1), dh_aF, rows.ends_E)
         if down.bias_EM is not None:
-            (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
+            (expert_tk, weight_tk) = ctx.choices
+            wide = dy_tD.dtype
             dweight_tk += (dy_tD @ down.bias_EM.to(wide).t()).gather(1, expert_tk)
             if down.bias_EM.requires_grad:
                 weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EM))
                 grads.add(down.bias_EM, weight_tE.t() @ dy_tD)
-        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(returned.take_rounded, ctx.tensors)
+        dinputs = [dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None]
+        return *dinputs, *map(returned.take_rounded, ctx.tensors)
 
 
 def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
@@ -203,12 +238,15 @@ class _Replay(TorchFunctionMode):
 
     def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.chosen_tk, self.num_experts, self.num_replays = chosen_tk, num_experts, 0
+        self.chosen_tk = chosen_tk
+        self.num_experts = num_experts
+        self.num_replays = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (torch.topk, Tensor.topk):
-            scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+            scores = args[0]
+            k = kwargs["k"] if "k" in kwargs else args[1]
             if scores.shape[-1] == self.num_experts and k == self.chosen_tk.shape[1]:
                 self.num_replays += 1
                 chosen = self.chosen_tk.view(*scores.shape[:-1], k)
@@ -217,40 +255,50 @@ class _Replay(TorchFunctionMode):
 
 
 class LayerExperts:
-    """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
-    experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
+    """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing
+    for a layer without experts, or with those of a layout that ExpertBlock does not know."""
 
-    def __init__(self, layer: nn.Module, blocks: Iterable[Any], tile: TileState) -> None:
+    def __init__(self, layer: nn.Module, blocks: Iterable[object], tile: TileState) -> None:
         """`blocks`: all those of the layer."""
-        self.layer, self.tile = layer, tile
+        self.layer = layer
+        self.tile = tile
         self.block = next((block for block in blocks if isinstance(block, ExpertBlock)), None)
         self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
 
     def check(self, name: str, layout: Layout) -> None:
-        """Raise ConfigError if the layer has experts that run as in transformers, and needs an ExpertBlock."""
+        """Raise ConfigError if the layer needs an ExpertBlock, and has none."""
         names = [path for path, _ in self.layer.named_modules() if path.endswith("experts")]
-        adapted = next((n for n, module in self.layer.named_modules() if hasattr(module, "parameter_name")), None)
+        modules = self.layer.named_modules()
+        adapted = [path for path, module in modules if hasattr(module, "parameter_name")]
         if self.block is None and layout.stored_dtype and names:
-            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {name} runs its own"
             fix = "use train.compile=auto" if layout.compile is True else "leave it out"
-            raise ConfigError(f"memory.stored_dtype={layout.stored_dtype} {rule}; {fix}")
-        if self.block is None and adapted is not None:
+            raise ConfigError(
+                f"memory.stored_dtype={layout.stored_dtype} needs ithaka's experts, which repeat "
+                f"forward's choices in backward; {name} runs its own; {fix}"
+            )
+        if self.block is None and adapted:
             rule = "train.compile=true" if layout.compile is True else "experts of this structure"
-            raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
+            raise ConfigError(
+                f"{name}: adapters on {adapted[0]} are not supported with {rule}; leave out its "
+                "targets"
+            )
 
     def replace_wrapper(self, is_packed: bool) -> None:
-        """Without a schedule, run the block if the experts have adapters or are packed, which PEFT cannot combine."""
+        """Without a schedule, run the block for experts with adapters or packed weights: PEFT
+        cannot combine both."""
         if self.block is not None and (self.block.adapters or is_packed):
             self.block.module.forward = partial(_run_alone, self.block)
 
     @contextmanager
     def forward_tile(self, chosen: deque[Tensor], wanted_tk: Tensor | None) -> Iterator[None]:
-        """Run a tile, and append its choices to `chosen`. `wanted_tk`: the user's choices, if they were passed."""
+        """Run a tile, and append its choices to `chosen`. `wanted_tk`: the user's, if passed."""
         with self._choose(wanted_tk) as replay:
             yield
         if replay is not None and not replay.num_replays:
             k = replay.chosen_tk.shape[1]
-            raise ValueError(f"expert_indices has {k} experts per token; use as many as the router chooses")
+            raise ValueError(
+                f"expert_indices has {k} experts per token; use as many as the router chooses"
+            )
         if self.block is not None and self.block.chosen_tk is not None:
             chosen.append(self.block.chosen_tk.to(torch.int16))
             if self.block.experts.training:
@@ -258,8 +306,9 @@ class LayerExperts:
                 self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
 
     def take_counts(self) -> Tensor | None:
-        """Return the rows of each expert since the last call, and reset them; None if no tile ran in training."""
-        counts_E, self.counts_E = self.counts_E, None
+        """Return and reset the rows of each expert since the last call; None without training."""
+        counts_E = self.counts_E
+        self.counts_E = None
         return counts_E
 
     @contextmanager
@@ -279,17 +328,22 @@ def _run_alone(block: ExpertBlock, x_tD: Tensor, *routing: Tensor) -> Tensor:
     return block(x_tD, *routing).to(x_tD.dtype)
 
 
-def is_expert_module(module: Any) -> bool:
-    """Whether an ExpertBlock can replace the module: transformers' experts, or PEFT's LoRA around them."""
-    if f"{type(module).__module__}.{type(module).__name__}" == "peft.tuners.lora.layer.ParamWrapper":
-        return "forward" not in vars(module) and is_expert_module(module.base_layer)
-    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
+def is_expert_module(module: nn.Module) -> bool:
+    """Whether an ExpertBlock can replace it: transformers' experts, or PEFT's LoRA around them."""
+    experts: Any = module
+    if "forward" in vars(module):
         return False
-    return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)
+    kind = f"{type(module).__module__}.{type(module).__name__}"
+    if kind == "peft.tuners.lora.layer.ParamWrapper":
+        return is_expert_module(experts.base_layer)
+    if not has_gate_function(type(module)) or not hasattr(module, "is_transposed"):
+        return False
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    return getattr(experts.down_proj, "ndim", 0) == 3 and not has_norm
 
 
 def is_stacked(param: Tensor) -> bool:
-    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
+    """Whether it stacks weights of experts. The delta rule's convolution is [channels, 1, W]."""
     return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
 
 
@@ -298,17 +352,21 @@ def describe_mlp(layer: nn.Module) -> str:
     return "experts" if any(map(is_stacked, layer.parameters())) else ""
 
 
-def check_choices(blocks: Sequence[ExpertBlock | None], indices: Any, shape: torch.Size) -> None:
+def check_choices(blocks: Sequence[ExpertBlock | None], indices: object, shape: torch.Size) -> None:
     """Check a call's `expert_indices`, for tokens of this shape. `blocks`: those of all layers."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
     num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
     if not num_experts:
-        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
+        raise TypeError(
+            "expert_indices was passed, but no layer has experts that can replay them; leave it out"
+        )
     wanted = (*shape, len(blocks))
     if indices.shape[:-1] != wanted or indices.is_floating_point():
-        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
-        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
+        raise ValueError(
+            f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; pass "
+            f"integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
+        )
     if indices.min() < 0 or indices.max() >= num_experts:
         found = f"{int(indices.min())} to {int(indices.max())}"
         raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
@@ -320,7 +378,8 @@ def check_choices(blocks: Sequence[ExpertBlock | None], indices: Any, shape: tor
 def shrink_experts(module: nn.Module) -> None:
     """If children of a module are experts, make them few and narrow, without values."""
     for child in module.children():
-        if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
+        # not inside one of PEFT's wrappers
+        if is_expert_module(child) and not is_expert_module(module):
             _shrink(module, child)
 
 
@@ -328,8 +387,10 @@ def _shrink(block: nn.Module, experts: Any) -> None:
     """`block`: the module that has the router, too."""
     adapters: dict[str, Any] = {}
     while hasattr(experts, "parameter_name"):
-        adapters[experts.parameter_name], experts = experts, experts.base_layer
-    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
+        adapters[experts.parameter_name] = experts
+        experts = experts.base_layer
+    num_experts = experts.num_experts
+    few = min(experts.num_experts, FEW_EXPERTS)
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
     width = experts.down_proj.shape[dims["down_proj"]]
@@ -340,8 +401,9 @@ def _shrink(block: nn.Module, experts: Any) -> None:
         resize(experts, name, {dim: new})
         if name == up and getattr(experts, f"{up}_bias", None) is not None:
             resize(experts, f"{up}_bias", {1: new})
-        wrappers = [adapters[name]] if name in adapters else []
-        for a, b in ((w.lora_A[adapter], w.lora_B[adapter]) for w in wrappers for adapter in w.lora_A):
+        for adapter in adapters[name].lora_A if name in adapters else ():
+            a = adapters[name].lora_A[adapter]
+            b = adapters[name].lora_B[adapter]
             lora |= {a, b}
             num_rows = a.weight.shape[0] // num_experts * few
             resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
@@ -349,8 +411,11 @@ def _shrink(block: nn.Module, experts: Any) -> None:
     for module in block.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and module not in lora:
-                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
-                resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
-        vars(module).update(
-            {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
-        )
+                # their widths may be equal
+                sizes = tensor.shape[:1] if module is experts else tensor.shape
+                counts = {dim: few for dim, size in enumerate(sizes) if size == num_experts}
+                resize(module, name, counts)
+        attributes = vars(module)
+        for key, value in attributes.items():
+            if type(value) is int and value == num_experts:
+                attributes[key] = few

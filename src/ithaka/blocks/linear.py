@@ -25,7 +25,7 @@ class Linear:
     b_Mr: Tensor | None = None
     scale: float = 1.0
     dropout: TokenDropout | None = None  # applied to the adapter's input
-    columns_D: Tensor | None = None  # the columns of the input after `select_heads`, if there is dropout
+    columns_D: Tensor | None = None  # of the input after `select_heads`, if there is dropout
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -48,13 +48,15 @@ class Linear:
     def lora_down(self, x_tD: Tensor) -> Tensor:
         """Return the input of B, scale drop(x) A^T [t, r], rounded once."""
         assert self.a_rD is not None
-        return torch.addmm(x_tD.new_empty(1), self._drop(x_tD), self.a_rD.t(), beta=0, alpha=self.scale)
+        return torch.addmm(
+            x_tD.new_empty(1), self._drop(x_tD), self.a_rD.t(), beta=0, alpha=self.scale
+        )
 
     def _drop(self, x_tD: Tensor) -> Tensor:
         return x_tD if self.dropout is None else self.dropout(x_tD, self.columns_D)
 
     def lora_down_grad(self, dy_tM: Tensor) -> Tensor | None:
-        """Return the gradient at A's output [t, r], for `input_grad` and `add_grads`; None without an adapter."""
+        """Return the gradient at A's output [t, r], for the methods below; None without adapter."""
         if self.b_Mr is None:
             return None
         return torch.addmm(dy_tM.new_empty(1), dy_tM, self.b_Mr, beta=0, alpha=self.scale)
@@ -62,11 +64,16 @@ class Linear:
     def input_grad(
         self, dy_tM: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None, adds: bool = True
     ) -> Tensor:
-        """Return dx [t, D], added to `into` or, without `adds`, written to it. `dz`: result of `lora_down_grad`."""
-        dx_tD = dy_tM @ self.weight_MD if into_tD is None else into_tD.addmm_(dy_tM, self.weight_MD, beta=int(adds))
+        """Return dx [t, D], added to `into` or, without `adds`, written. dz: `lora_down_grad`'s."""
+        if into_tD is None:
+            dx_tD = dy_tM @ self.weight_MD
+        else:
+            dx_tD = into_tD.addmm_(dy_tM, self.weight_MD, beta=int(adds))
         if dz_tr is None or self.a_rD is None:
             return dx_tD
-        return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else dx_tD.add_(self._drop(dz_tr @ self.a_rD))
+        if self.dropout is None:
+            return dx_tD.addmm_(dz_tr, self.a_rD)
+        return dx_tD.add_(self._drop(dz_tr @ self.a_rD))
 
     def add_grads(self, dy_tM: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
         """Add one tile's gradients of the parameters that require them."""
@@ -80,18 +87,20 @@ class Linear:
             grads.add_product(self.a_rD, dz_tr, self._drop(x_tD))
 
     def select_heads(self, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> "Linear":
-        """Select heads of the output (dim 0) or the input (dim 1). None selects all and returns self."""
+        """Select heads of the output (dim 0) or the input (dim 1). None: return self."""
         if heads_n is None:
             return self
         selected: dict[str, Any] = {}
         for name in ("weight_MD", "bias_M", "b_Mr") if dim == 0 else ("weight_MD", "a_rD"):
-            if (full := getattr(self, name)) is not None:
-                heads = full.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
-                selected[name] = heads.requires_grad_(full.requires_grad)  # `add_grads` reads it, not autograd
+            full = getattr(self, name)
+            if full is not None:
+                by_head = full.unflatten(dim, (-1, head_dim))
+                heads = by_head.index_select(dim, heads_n).flatten(dim, dim + 1)
+                # `add_grads` reads it, not autograd
+                selected[name] = heads.requires_grad_(full.requires_grad)
         if self.dropout is not None and dim == 1:
-            selected["columns_D"] = (
-                heads_n[:, None] * head_dim + torch.arange(head_dim, device=heads_n.device)
-            ).flatten()
+            columns = torch.arange(head_dim, device=heads_n.device)
+            selected["columns_D"] = (heads_n[:, None] * head_dim + columns).flatten()
         return replace(self, **selected)
 
 
@@ -111,35 +120,39 @@ def as_linear(module: nn.Module) -> Linear:
     if not names:
         return base
     (name,) = names
-    drop, (a_rD, b_Mr) = wrapper.lora_dropout[name], (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
+    drop = wrapper.lora_dropout[name]
+    (a_rD, b_Mr) = (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
     dropout = drop if isinstance(drop, TokenDropout) else None
     return replace(base, a_rD=a_rD, b_Mr=b_Mr, scale=wrapper.scaling[name], dropout=dropout)
 
 
-def is_linear(module: Any) -> bool:
-    """Whether `as_linear` covers all that the module computes. PEFT's configuration is checked elsewhere."""
+def is_linear(module: nn.Module) -> bool:
+    """Whether `as_linear` covers it. PEFT's configuration is checked elsewhere."""
     if type(module) is nn.Linear:
         return True
     kind = f"{type(module).__module__}.{type(module).__name__}"
+    wrapper: Any = module
     if kind == "peft.utils.other.ModulesToSaveWrapper":
-        return all(map(is_linear, (module.original_module, *module.modules_to_save.values())))
-    return kind == "peft.tuners.lora.layer.Linear" and is_linear(module.base_layer)
+        return all(map(is_linear, (wrapper.original_module, *wrapper.modules_to_save.values())))
+    return kind == "peft.tuners.lora.layer.Linear" and is_linear(wrapper.base_layer)
 
 
 @dataclass(frozen=True)
 class LinearSpec(BlockSpec):
-    def make(self, module: Any, tile: TileState) -> "LinearBlock":
+    def make(self, module: nn.Module, tile: TileState) -> "LinearBlock":
         return LinearBlock(module, tile)
 
 
 class LinearBlock:
     """Replaces the forward of a linear map, with or without an adapter."""
 
-    selected: Linear | int | None = None  # some heads, for the current stage; a number: zeros of this width instead
+    # some heads, for the current stage; a number: zeros of this width instead
+    selected: Linear | int | None = None
     is_projection = False  # to q, k or v
 
-    def __init__(self, module: Any, tile: TileState) -> None:
-        self.module, self.tile = module, tile
+    def __init__(self, module: nn.Module, tile: TileState) -> None:
+        self.module = module
+        self.tile = tile
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.selected, int):
@@ -151,22 +164,29 @@ class LinearBlock:
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: LinearBlock, linear: Linear, *tensors: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, block: LinearBlock, linear: Linear, *tensors: Tensor) -> Tensor:
         x_tD = x.to(linear.weight_MD.dtype).flatten(0, -2)
-        ctx.block, ctx.x, ctx.tensors = block, (x.shape, x.dtype), tensors
+        ctx.block = block
+        ctx.x = (x.shape, x.dtype)
+        ctx.tensors = tensors
         ctx.save_for_backward(x_tD)
         if block.is_projection and block.tile.skips_projections:
             return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_MD))
         return reshape_output(linear(x_tD), *x.shape[:-1], len(linear.weight_MD))
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> Any:
-        (x_tD,), (shape, dtype), returned = ctx.saved_tensors, ctx.x, GradSum()
-        linear, dy_tM = as_linear(ctx.block.module), douts[0].to(x_tD.dtype).flatten(0, -2)
+    def backward(ctx, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        (x_tD,) = ctx.saved_tensors
+        (shape, dtype) = ctx.x
+        returned = GradSum()
+        linear = as_linear(ctx.block.module)
+        dy_tM = douts[0].to(x_tD.dtype).flatten(0, -2)
         dz_tr = linear.lora_down_grad(dy_tM)
         linear.add_grads(dy_tM, x_tD, dz_tr, ctx.block.tile.grads or returned)
-        dx = linear.input_grad(dy_tM, dz_tr).view(shape).to(dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, *map(returned.take_rounded, ctx.tensors)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = linear.input_grad(dy_tM, dz_tr).view(shape).to(dtype)
+        return dx, *[None] * 2, *map(returned.take_rounded, ctx.tensors)
 
 
 def find_linear(path: str, module: nn.Module) -> LinearSpec | None:

@@ -1,7 +1,5 @@
 """Token-wise modules in tiles of consecutive tokens, forward and backward.
 
-Weight gradients are summed over tiles in fp32 and rounded once.
-
 Shapes: t tokens of a tile, D input features, M output features, n heads.
 """
 
@@ -9,16 +7,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ithaka.foreign.torch_core import FakeTensor
 from ithaka.phases import MemoryCategory, set_category
 
 BACKWARD_RAN_TWICE = (
-    "backward has already run and freed its activations; call the model again instead of using retain_graph"
+    "backward has already run and freed its activations; call the model again instead of using "
+    "retain_graph"
 )
 PARAMETERS_CHANGED = (
-    "parameters of {} were changed in place after forward (by optimizer.step, load_state_dict or copy_), and backward "
-    "would use the new values; call backward first, or call the model again"
+    "parameters of {} were changed in place after forward (by optimizer.step, load_state_dict or "
+    "copy_), and backward would use the new values; call backward first, or call the model again"
 )
 
 
@@ -29,10 +28,8 @@ def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
 
 
 class GradSum:
-    """Sums gradients over tiles and stages, in fp32 if there are several, and rounds once at the end.
-
-    Writes only to sums that it made: autograd may return one tensor for two parameters.
-    """
+    """Sums gradients over tiles and stages, in fp32 if there are several, and rounds once. Writes
+    only to sums that it made: autograd may return one tensor for two parameters."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -55,7 +52,7 @@ class GradSum:
             self._put(param, wide_matmul(dout_tM.t(), in_tD))
 
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
-        """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
+        """Add the gradient of the rows, along `dim`, of an activation; without it, of all of it."""
         if grad is None or dim is None:
             self.add(full, grad)
             return
@@ -63,11 +60,14 @@ class GradSum:
 
     def sum_of(self, param: Tensor) -> Tensor:
         """The sum of `param` in `sum_dtype`, zeros at first, to add to in place."""
-        if (total := self._sums.get(id(param))) is not None:
+        total = self._sums.get(id(param))
+        if total is not None:
             return total
-        if (added := self._added.pop(id(param), None)) is not None:
+        added = self._added.pop(id(param), None)
+        if added is not None:
             return self._put(param, added.to(sum_dtype(added.dtype), copy=True))
-        return self._put(param, torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device))
+        zeros = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
+        return self._put(param, zeros)
 
     def take(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, in the dtype of the sum."""
@@ -77,7 +77,9 @@ class GradSum:
     def take_rounded(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, rounded to the dtype of `param`."""
         grad = self.take(param)
-        return None if grad is None else set_category(grad.to(param.dtype), MemoryCategory.GRADIENTS)
+        if grad is None:
+            return None
+        return set_category(grad.to(param.dtype), MemoryCategory.GRADIENTS)
 
     def _put(self, param: Tensor, grad: Tensor) -> Tensor:
         self._sums[id(param)] = set_category(grad, MemoryCategory.GRADIENTS)
@@ -121,7 +123,9 @@ def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         return x, f(x)
 
 
-def graph_backward(x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Tensor, grads: GradSum) -> Tensor:
+def graph_backward(
+    x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Tensor, grads: GradSum
+) -> Tensor:
     """Return dx for the x and y of `run_tile`; add the gradients of `params` to `grads`."""
     trained = [p for p in params if p.requires_grad]
     dx, *dparams = torch.autograd.grad(y, [x, *trained], dy, allow_unused=True)

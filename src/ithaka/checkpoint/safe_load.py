@@ -1,11 +1,12 @@
 """Load torch.distributed.checkpoint files without running code from them.
 
-torch unpickles a checkpoint's index (`.metadata`) and all non-tensor values without restrictions, so an untrusted
-checkpoint could run arbitrary code. Here the index may refer only to classes that torch writes there, and values go
-through `torch.load(weights_only=True)`.
+torch unpickles a checkpoint's index (`.metadata`) and all non-tensor values without restrictions,
+so an untrusted checkpoint could run arbitrary code. Here the index may refer only to classes that
+torch writes there, and values go through `torch.load(weights_only=True)`.
 
-The index describes each rank's part of each tensor. With a thousand ranks it is 125 MB and takes 20 s to unpickle,
-so one rank reads it and sends it to the others as arrays (`CompactIndex`), in which each finds its own parts.
+The index describes each rank's part of each tensor. With a thousand ranks it is 125 MB and takes
+20 s to unpickle, so one rank reads it and sends it to the others as arrays (`CompactIndex`), in
+which each finds its own parts.
 """
 
 import collections
@@ -21,9 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,29 +32,39 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.serialization import _get_layout
+
+from ithaka.foreign.torch_checkpoint import (
+    MEMORY_FORMATS,
+    PICKLED,
+    StoragePlace,
+    chunks_of,
+    flatten_state_dict,
+    metadata_path,
+    set_element,
+)
 
 PATH_MODULES = ("pathlib", "pathlib._local")  # the second in Python 3.13
 ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    **{(metadata.__name__, name): getattr(metadata, name) for name in metadata.__all__},
+    **PICKLED,
     **{(module, "PosixPath"): pathlib.PosixPath for module in PATH_MODULES},
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
     # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name); there is one enum.
-    ("builtins", "getattr"): lambda _, name: metadata._MEM_FORMAT_ENCODING[name],
+    ("builtins", "getattr"): lambda _, name: MEMORY_FORMATS[name],
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         dtype = getattr(torch, name, None) if module == "torch" else None
-        allowed = dtype if isinstance(dtype, torch.dtype) else ALLOWED_GLOBALS.get((module, name))
-        if allowed is None:
-            raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which is not allowed; do not trust it")
-        return allowed
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if (module, name) not in ALLOWED_GLOBALS:
+            raise pickle.UnpicklingError(
+                f".metadata refers to {module}.{name}, which is not allowed; do not trust it"
+            )
+        return ALLOWED_GLOBALS[module, name]
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -65,7 +74,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """FileSystemReader with a restricted unpickler for `.metadata`. `part`: use it instead of the file."""
+    """FileSystemReader that unpickles `.metadata` safely, or uses `part` instead."""
 
     def __init__(self, path: Path, part: Metadata | None = None) -> None:
         super().__init__(path)
@@ -74,11 +83,14 @@ class SafeReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self.part is not None:
             return self.part
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
             index = _Unpickler(file).load()
         if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError(f".metadata contains a {type(index).__name__}, not a checkpoint's index")
-        index.storage_meta = getattr(index, "storage_meta", None) or StorageMeta()  # as in torch's reader
+            raise pickle.UnpicklingError(
+                f".metadata contains a {type(index).__name__}, not a checkpoint's index"
+            )
+        # as in torch's reader
+        index.storage_meta = getattr(index, "storage_meta", None) or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
 
@@ -112,14 +124,19 @@ class CompactIndex:
 
     @classmethod
     def from_index(cls, index: Metadata) -> "CompactIndex":
-        files, tensors, values = dict[str, int](), dict[str, StoredTensor](), dict[str, Any]()
+        files = dict[str, int]()
+        tensors = dict[str, StoredTensor]()
+        values = dict[str, Any]()
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 values[name] = index.storage_data[MetadataIndex(name)]
                 continue
-            stored = [index.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
-            places = [(files.setdefault(each.relative_path, len(files)), each.offset, each.length) for each in stored]
-            shape = len(entry.chunks), len(entry.size)
+            places = []
+            for chunk in entry.chunks:
+                stored = index.storage_data[MetadataIndex(name, chunk.offsets)]
+                number = files.setdefault(stored.relative_path, len(files))
+                places.append((number, stored.offset, stored.length))
+            shape = (len(entry.chunks), len(entry.size))
             tensors[name] = StoredTensor(
                 replace(entry, chunks=[]),
                 np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(shape),
@@ -130,7 +147,8 @@ class CompactIndex:
 
     def part_for(self, state: dict[str, Any]) -> Metadata:
         """torch's index, of only what this process needs to fill `state`."""
-        entries, stored = dict[str, Any](), dict[MetadataIndex, Any]()
+        entries = dict[str, Any]()
+        stored = dict[MetadataIndex, Any]()
         for name, value in flatten_state_dict(state)[0].items():
             if name in self.values:
                 entries[name] = BytesStorageMetadata()
@@ -138,11 +156,12 @@ class CompactIndex:
             elif name in self.tensors:
                 tensor = self.tensors[name]
                 chunks = list[ChunkStorageMetadata]()
-                for number in tensor.overlapping(_create_chunk_list(value)):
+                for number in tensor.overlapping(chunks_of(value)):
                     offsets = torch.Size(tensor.offsets[number].tolist())
-                    chunks.append(ChunkStorageMetadata(offsets, torch.Size(tensor.sizes[number].tolist())))
+                    sizes = torch.Size(tensor.sizes[number].tolist())
+                    chunks.append(ChunkStorageMetadata(offsets, sizes))
                     file, offset, length = tensor.places[number].tolist()
-                    place = filesystem._StorageInfo(self.files[file], offset, length)
+                    place = StoragePlace(self.files[file], offset, length)
                     stored[MetadataIndex(name, offsets)] = place
                 entries[name] = replace(tensor.metadata, chunks=chunks)
         return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())

@@ -4,6 +4,7 @@ Tensors go through torch.distributed.checkpoint, everything else is JSON (state.
 """
 
 import io
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,9 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from ithaka.checkpoint.files import (
+from ithaka.checkpoint.checkpoints import (
     checksum,
     format_hash,
     is_visible,
@@ -40,15 +41,24 @@ from ithaka.checkpoint.files import (
     step_name,
 )
 from ithaka.checkpoint.safe_load import load_into, read_index
-from ithaka.comm.agree import RankError, SharedTransientError, ask_rank_0, gather_objects, raise_first
+from ithaka.comm.agree import (
+    RankError,
+    SharedTransientError,
+    ask_rank_0,
+    gather_objects,
+    raise_first,
+)
 from ithaka.comm.mesh import default_device, use_device
 from ithaka.exits import causes, exit_code_for, is_out_of_memory
+from ithaka.foreign.torch_core import pytree
+from ithaka.foreign.torch_fsdp import with_local
 from ithaka.layer.slabs import Slab
 from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 from ithaka.weights.adapters import find_active_adapter
 
-MAX_FILES, MIN_FILE_BYTES = 8, 2**28  # per rank, written in parallel; smaller states use fewer
+MAX_FILES = 8  # per rank, written in parallel; smaller states use fewer
+MIN_FILE_BYTES = 2**28
 
 T = TypeVar("T")
 
@@ -61,7 +71,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def _unwrap_errors(what: str) -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which is raised on all ranks but is not an Exception."""
+    """Raise CheckpointError for torch's CheckpointException, which is not an Exception."""
     try:
         yield
     except dcp.CheckpointException as wrapper:
@@ -72,7 +82,7 @@ def _unwrap_errors(what: str) -> Iterator[None]:
 
 
 def _rng_tensors(rank: int) -> dict[str, Tensor]:
-    """Torch's generators, the only global ones ithaka draws from. The data order has its own state."""
+    """Torch's generators, the only global ones in use. The data has its own state."""
     states = {f"{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -80,8 +90,8 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
 
 
 def trained_weights(model: nn.Module, keeps_frozen: bool = False) -> dict[str, Any]:
-    """Weights and persistent buffers, without frozen weights unless `keeps_frozen`. With an adapter, only trained
-    weights: all others come with the base model."""
+    """Weights and persistent buffers, without frozen weights unless `keeps_frozen`. With an
+    adapter, only trained weights: all others come with the base model."""
     weights = get_model_state_dict(model)
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
     left_out = {name for name, param in params.items() if not param.requires_grad}
@@ -92,52 +102,79 @@ def trained_weights(model: nn.Module, keeps_frozen: bool = False) -> dict[str, A
     return {name: t for name, t in weights.items() if name not in left_out}
 
 
-def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run resumes and is exported without the model's files, so it also saves what transformers freezes: the expert
-    biases of AFMoE, for example."""
+def _trained_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run resumes and is exported without the model's files, so it also saves what transformers
+    freezes: the expert biases of AFMoE, for example."""
     return trained_weights(model, keeps_frozen=True), get_optimizer_state_dict(model, optimizer)
 
 
 def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of an optimizer's state. Moments in 8 bits become codes and scales, both sharded by rows."""
-    moments = [value for each in state.values() for value in each.values() if isinstance(value, DTensor)]
+    """The tensors of an optimizer's state. Moments in 8 bits become codes and scales, both sharded
+    by rows."""
+    moments = [
+        value for each in state.values() for value in each.values() if isinstance(value, DTensor)
+    ]
     if not any(hasattr(value.to_local(), "codes") for value in moments):
         return state
+    plain: dict[str, Any] = {}
+    for name, each in state.items():
+        plain[name] = {key: _split_moment(value) for key, value in each.items()}
+    return plain
 
-    def split(value: Any) -> Any:
-        if not isinstance(value, DTensor) or not has_moment_blocks(value.shape):
-            return value
-        local, row_blocks = value.to_local(), value.numel() // len(value) // MOMENT_BLOCK
-        codes, scale = getattr(local, "codes", local.byte()), getattr(local, "scale", local.float())  # maybe no rows
-        parts = {"codes": (codes, value.shape), "scale": (scale.view(-1, row_blocks), (len(value), row_blocks))}
-        spec = value.device_mesh, value.placements
-        return {
-            name: DTensor.from_local(part, *spec, run_check=False, shape=torch.Size(shape), stride=part.stride())
-            for name, (part, shape) in parts.items()
-        }
 
-    return {name: {key: split(value) for key, value in each.items()} for name, each in state.items()}
+def _split_moment(value: object) -> object:
+    if not isinstance(value, DTensor) or not has_moment_blocks(value.shape):
+        return value
+    local = value.to_local()
+    row_blocks = value.numel() // len(value) // MOMENT_BLOCK
+    # A rank without rows has neither.
+    codes = getattr(local, "codes", local.byte())
+    scale = getattr(local, "scale", local.float())
+    return {
+        "codes": _shard_like(value, codes, value.shape),
+        "scale": _shard_like(
+            value, scale.view(-1, row_blocks), torch.Size((len(value), row_blocks))
+        ),
+    }
+
+
+def _shard_like(sharded: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
+    return DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=shape,
+        stride=local.stride(),
+    )
 
 
 def unsaved_states(states: Iterable[str], saved: Iterable[str]) -> set[str]:
-    """Those of the parameters in `states` without an optimizer state among the tensors `saved` in a checkpoint: they
-    had no gradient yet, such as an encoder's before the first image."""
+    """Those of the parameters in `states` without an optimizer state among the tensors `saved` in a
+    checkpoint: they had no gradient yet, such as an encoder's before the first image."""
     with_state = {name.rpartition(".")[0] for name in saved}
     return {name for name in states if f"moments.{name}" not in with_state}
 
 
 def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Remove optimizer states that `get_optimizer_state_dict` has made for parameters without a gradient."""
+    """Remove states that `get_optimizer_state_dict` made for parameters without a gradient."""
     params = dict(model.named_parameters())
     for name in names:
         optimizer.state.pop(params[name], None)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json. Collective.
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json.
+    Collective.
 
-    With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
-    state, rank = read_state(path), dist.get_rank()
+    With another number of ranks, tensors are resharded and RNG states are not restored: those
+    belong to ranks."""
+    state = read_state(path)
+    rank = dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
     index = ask_rank_0(read_index, path)
     moments = plain_moments(optim["state"])
@@ -145,13 +182,19 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     moments = {name: moment for name, moment in moments.items() if name not in unsaved}
     tensors: dict[str, Any] = {"model": weights, "moments": moments}
     if state["world_size"] == dist.get_world_size():
-        tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in index.tensors}
+        own = _rng_tensors(rank)
+        tensors["rng"] = {key: rng for key, rng in own.items() if f"rng.{key}" in index.tensors}
     _gather_results(f"checkpoint {path} cannot be read", lambda: load_into(tensors, path, index))
     options = StateDictOptions(strict=False)  # an adapter's base is not in it
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options
+    )
     drop_states(model, optimizer, unsaved)
     for key, rng in tensors.get("rng", {}).items():
-        (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
+        if key.endswith(".cuda"):
+            torch.cuda.set_rng_state(rng)
+        else:
+            torch.set_rng_state(rng)
     return state
 
 
@@ -168,72 +211,95 @@ class _HashedFile(io.BufferedWriter):
 
 
 class _Files(FileSystem):
-    """Opens files for the writing threads, and records the checksums and the errors, which those threads drop."""
+    """Opens files for the writing threads, and keeps their checksums, and errors they drop."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.checksums, self.errors = device, dict[str, str](), list[BaseException]()
+        self.device = device
+        self.checksums = dict[str, str]()
+        self.errors = list[BaseException]()
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         """`write_data` raises errors of open files, after it has waited for all threads."""
         is_open = False
         try:
             use_device(self.device)  # in a new thread
-            with _HashedFile(path) as file:
+            with _HashedFile(Path(path)) as file:
                 is_open = True
                 yield file
             self.checksums[Path(path).name] = format_hash(file.hash)
         except Exception as error:
             self.errors.append(error)
-            if not is_open or Path(path).suffix == ".tmp":  # PyTorch would publish incomplete metadata
+            is_metadata = Path(path).suffix == ".tmp"  # PyTorch would publish it incomplete
+            if not is_open or is_metadata:
                 raise
 
 
 class _Writer(dcp.FileSystemWriter):
     """Writes several files at once, one per thread, and computes their checksums.
 
-    Raises the system's error if a file cannot be written; PyTorch replaces it by one about a position in the file, and
-    does not send causes to other ranks."""
+    Raises the system's error if a file cannot be written; PyTorch replaces it by one about a
+    position in the file, and does not send causes to other ranks."""
 
     def __init__(self, path: Path, num_bytes: int, device: torch.device) -> None:
         num_threads = min(MAX_FILES, 1 + num_bytes // MIN_FILE_BYTES)
         super().__init__(path, sync_files=True, thread_count=num_threads)
         self.fs = self.files = _Files(device)
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future:
         try:
             results = super().write_data(plan, planner)
         except Exception as raised:
             self.files.errors.append(raised)
-        for error in self.files.errors:
-            raise next((cause for cause in causes(error) if isinstance(cause, OSError)), error) from None
+        if self.files.errors:
+            error = self.files.errors[0]
+            system_errors = (cause for cause in causes(error) if isinstance(cause, OSError))
+            raise next(system_errors, error) from None
         if len(results.value()) != len(plan.items):
             raise OSError("a thread wrote no file")
         return results
 
 
 class Saver:
-    """Writes one checkpoint at a time, in a thread. With `background`, `save` returns once the state is copied to host
-    memory; else it blocks. Has its own process group, so every rank constructs it."""
+    """Writes one checkpoint at a time, in a thread. With `background`, `save` returns once the
+    state is copied to host memory; else it blocks. Has its own process group, so every rank
+    constructs it."""
 
-    def __init__(self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False) -> None:
-        self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
+    def __init__(
+        self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False
+    ) -> None:
+        self.run_dir = run_dir
+        self.keep_last = keep_last
+        self.background = background
+        self.keep_best = keep_best
         self.group = dist.new_group(backend="gloo")
-        self.seconds, self.num_bytes = 0.0, 0  # duration of the last save, and the size of its files
-        self.step, self.started_at = 0, 0.0  # the last save's step, and its start by time.monotonic()
+        # Of the last save: its duration, the size of its files, its step and start (monotonic).
+        self.seconds = 0.0
+        self.num_bytes = 0
+        self.step = 0
+        self.started_at = 0.0
         self._host_copies: dict[str, Slab] = {}
         self._in_progress: Future[None] | None = None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Start a save. Collective, and none may be in progress. `state` is JSON with an int "step"; rank 0's is
-        written. `finish` reports the result."""
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Start a save. Collective, and none may be in progress. `state` is JSON with an int
+        "step"; rank 0's is written. `finish` reports the result."""
         assert not self.in_progress
         weights, optim = _trained_state(model, optimizer)
-        # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
-        tensors = {"model": weights, "moments": plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
-        done, device = Future[None](), default_device()
+        # Not the optimizer's hyperparameters: they come from the config, and the learning rate from
+        # the step.
+        tensors = {
+            "model": weights,
+            "moments": plain_moments(optim["state"]),
+            "rng": _rng_tensors(dist.get_rank()),
+        }
+        done = Future[None]()
+        device = default_device()
         self._in_progress = done
-        self.step, self.started_at = state["step"], time.monotonic()
+        self.step = state["step"]
+        self.started_at = time.monotonic()
 
         def write(tensors: dict[str, Any]) -> None:
             try:
@@ -262,9 +328,10 @@ class Saver:
 
     @phase("saving")
     def finish(self) -> None:
-        """Wait for the save in progress, if any. If it failed, raise CheckpointError or SharedTransientError on every
-        rank."""
-        save, self._in_progress = self._in_progress, None
+        """Wait for the save in progress, if any. If it failed, raise CheckpointError or
+        SharedTransientError on every rank."""
+        save = self._in_progress
+        self._in_progress = None
         if save is not None:
             save.result()
 
@@ -278,18 +345,21 @@ class Saver:
             local = value.to_local() if isinstance(value, DTensor) else value
             slab = self._host_copies.get(prefix + key)
             if slab is None:
-                slab = self._host_copies[prefix + key] = Slab(local.nbytes, pin=torch.cuda.is_available())
+                slab = Slab(local.nbytes, pin=torch.cuda.is_available())
+                self._host_copies[prefix + key] = slab
             copy = slab.view(local.shape, local.dtype).copy_(local, non_blocking=True)
-            copies[key] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+            copies[key] = with_local(value, copy) if isinstance(value, DTensor) else copy
         if not prefix and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copies
 
     def _write(self, tensors: dict[str, Any], state: dict[str, Any]) -> None:
         """Write to a temporary directory; once rank 0 sees all files, it publishes them."""
-        rank, root = dist.get_rank(), self.run_dir / "checkpoints"
+        rank = dist.get_rank()
+        root = self.run_dir / "checkpoints"
         final = root / step_name(state["step"])
-        temporary, what = root / f".tmp-{final.name}", f"checkpoint {final} cannot be written"
+        temporary = root / f".tmp-{final.name}"
+        what = f"checkpoint {final} cannot be written"
 
         def make_directory() -> None:
             root.mkdir(parents=True, exist_ok=True)
@@ -299,8 +369,13 @@ class Saver:
             temporary.mkdir()
 
         def own_files() -> dict[str, tuple[int, str]]:
-            own = [temporary / ".metadata"] * (rank == 0) + sorted(temporary.glob(f"__{rank}_*"))
-            return {file.name: (file.stat().st_size, written.get(file.name) or checksum(file)) for file in own}
+            files = sorted(temporary.glob(f"__{rank}_*"))
+            if rank == 0:
+                files.insert(0, temporary / ".metadata")
+            return {
+                file.name: (file.stat().st_size, written.get(file.name) or checksum(file))
+                for file in files
+            }
 
         def publish_when_visible() -> str | None:
             for writer, files in enumerate(files_of_ranks):
@@ -308,10 +383,12 @@ class Saver:
                     if is_visible(temporary / name, num_bytes):
                         continue
                     missing = f"rank 0 does not see {temporary / name}, which rank {writer} wrote"
-                    if latest_name(self.run_dir):  # the nodes do share the directory, so a later save may succeed
+                    if latest_name(self.run_dir):
+                        # The nodes do share the directory, so a later save may succeed.
                         raise TimeoutError(missing)
                     return missing
-            publish(temporary, final, state, {name: file for files in files_of_ranks for name, file in files.items()})
+            all_files = {name: file for files in files_of_ranks for name, file in files.items()}
+            publish(temporary, final, state, all_files)
             best = state["best"][1] if self.keep_best and state["best"] else 0
             prune(root, state["step"], self.keep_last, best)
             return None
@@ -319,7 +396,7 @@ class Saver:
         _gather_results(what, make_directory if rank == 0 else _do_nothing, self.group)
         try:
             with _unwrap_errors(what):
-                writer = _Writer(temporary, count_bytes(tensors), default_device())
+                writer = _Writer(temporary, bytes_to_save(tensors), default_device())
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointError:
             if rank == 0:  # the disk may be full, and the next save may be far off
@@ -327,28 +404,34 @@ class Saver:
             raise
         written = writer.files.checksums
         files_of_ranks = _gather_results(what, own_files, self.group)
-        self.num_bytes = sum(num_bytes for files in files_of_ranks for num_bytes, _ in files.values())
-        missing = _gather_results(what, publish_when_visible if rank == 0 else _do_nothing, self.group)[0]
+        sizes = (num_bytes for files in files_of_ranks for num_bytes, _ in files.values())
+        self.num_bytes = sum(sizes)
+        finish = publish_when_visible if rank == 0 else _do_nothing
+        missing, *_ = _gather_results(what, finish, self.group)
         if missing is not None:
             fix = "start again, or put it on a file system that all nodes share"
             raise SharedTransientError(f"train.run_dir={self.run_dir}: {missing}; {fix}")
 
 
-def _gather_results(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Call `function` on every rank and return all results. If it raises on any rank, raise CheckpointError on all."""
+def _gather_results(
+    what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return the results of all ranks. If one raises, raise CheckpointError on all."""
     result = failure = None
     try:
         result = function()
     except Exception as error:
-        failure = RankError(CheckpointError, f"{type(error).__name__}: {error}", exit_code=exit_code_for(error))
+        failure = RankError(
+            CheckpointError, f"{type(error).__name__}: {error}", exit_code=exit_code_for(error)
+        )
     results, failures = zip(*gather_objects((result, failure), group), strict=True)
     raise_first(failures, what)
     return list(results)
 
 
-def count_bytes(tensors: dict[str, Any]) -> int:
+def bytes_to_save(tensors: dict[str, Any]) -> int:
     """Return the bytes that this rank has of nested tensors."""
-    leaves = (value for value in tree_leaves(tensors) if isinstance(value, Tensor))
+    leaves = (value for value in pytree.tree_leaves(tensors) if isinstance(value, Tensor))
     return sum((leaf.to_local() if isinstance(leaf, DTensor) else leaf).nbytes for leaf in leaves)
 
 

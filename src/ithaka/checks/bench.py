@@ -1,7 +1,7 @@
 """Measure this machine: attention, one device, and the network between ranks.
 
-Random data, a warm-up, then back-to-back calls for several seconds. Report the median of the second half: an idle chip
-starts at a higher clock than it sustains.
+Random data, a warm-up, then back-to-back calls for several seconds. Report the median of the second
+half: an idle chip starts at a higher clock than it sustains.
 """
 
 import statistics
@@ -14,7 +14,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ithaka.attention.blocks import attention, attention_backward, default_blocks
+from ithaka.attention.blocks import (
+    AttentionSpec,
+    attention,
+    attention_backward,
+    default_blocks,
+)
 from ithaka.attention.choose import resolve_kernel
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.exchange import all_gather, reduce_scatter
@@ -38,11 +43,11 @@ def device_and_dtype() -> tuple[torch.device, torch.dtype]:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Causal attention over `documents` packed documents of equal length. blocks=None: `default_blocks`."""
+    """Causal attention over `documents` packed documents of equal length."""
 
     kernel: str
     tokens: int
-    blocks: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None  # None: `default_blocks`
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 128
@@ -60,26 +65,42 @@ class AttentionCase:
         return int(4 * self.head_dim * self.heads * work.pairs(self.window))
 
 
-def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+def measure_attention(
+    case: AttentionCase, device: torch.device, dtype: torch.dtype, seconds: float
+) -> dict[str, Any]:
     """One table row: the case with its resolved kernel and blocks, seconds and TFLOP/s."""
-    kernel, longest = resolve_kernel(case.kernel, device, dtype, case.head_dim), -(-case.tokens // case.documents)
+    kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim)
+    longest = -(-case.tokens // case.documents)
     reach = min(longest, case.window or longest)
-    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize, reach)
-    options: dict[str, Any] = {"docs": case.docs, "kernel": kernel.name, "blocks": case.blocks}
-    options |= {"scale": case.head_dim**-0.5, "causal": True, "window": case.window}
+    row_bytes = case.head_dim * dtype.itemsize
+    block_q, block_kv = case.blocks or default_blocks(device, kernel, row_bytes, reach)
+    options = AttentionSpec(
+        docs=case.docs,
+        kernel=kernel.name,
+        blocks=case.blocks,
+        scale=case.head_dim**-0.5,
+        causal=True,
+        window=case.window,
+    )
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    num_bytes = (sum(heads) + case.heads) * case.tokens * case.head_dim * dtype.itemsize  # with the output
+    num_bytes = (sum(heads) + case.heads) * case.tokens * row_bytes  # with the output
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if num_bytes > free_bytes:
         rule = f"needs {format_bytes(num_bytes)}, and {format_bytes(free_bytes)} are free"
         raise ConfigError(f"--tokens={case.tokens} {rule}; use fewer tokens or heads")
-    q, k, v, dout = (torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads)
+    q, k, v, dout = (
+        torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads
+    )
     forward_s = measure_sustained(lambda: attention(q, k, v, **options), device, seconds)
     # Backward overwrites `out` with dq; restore it outside the timing.
     out, lse = attention(q, k, v, **options)
     out_copy = out.clone()
-    backward, restore = lambda: attention_backward(dout, q, k, v, out_copy, lse, **options), lambda: out_copy.copy_(out)
-    backward_s = measure_sustained(backward, device, seconds, before=restore)
+    backward_s = measure_sustained(
+        lambda: attention_backward(dout, q, k, v, out_copy, lse, **options),
+        device,
+        seconds,
+        before=lambda: out_copy.copy_(out),
+    )
     return {
         **asdict(case),
         "kernel": kernel.name,
@@ -92,15 +113,20 @@ def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dt
 
 
 def measure_sustained(
-    call: Callable[[], object], device: torch.device, seconds: float, before: Callable[[], object] = lambda: None
+    call: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median seconds per call in the second half of `seconds` of calls, at least three, after a warm-up. As in
-    training, several calls are in flight on a GPU. `before` runs before each call, untimed. seconds=0: one call after
-    the warm-up, for lengths that take minutes."""
-    timeline, calls = DeviceTimeline[None](device), list[tuple[Any, Any]]()
+    """Median seconds per call in the second half of `seconds` of calls, at least three, after a
+    warm-up. As in training, several calls are in flight on a GPU. `before` runs before each call,
+    untimed. seconds=0: one call after the warm-up, for lengths that take minutes."""
+    timeline = DeviceTimeline[None](device)
+    calls: list[tuple[Any, Any]] = []
     call()
     begin = time.perf_counter()
-    while len(calls) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
+    least = 3 if seconds else 1
+    while len(calls) < least or time.perf_counter() - begin < seconds:
         before()
         started = timeline.mark()
         call()
@@ -113,10 +139,11 @@ def measure_sustained(
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """Measure the fields of `plan.hardware.Gpu`, except links to other devices. Runs a square matmul, attention with
-    one head of 128, and copies."""
+    """Measure the fields of `plan.hardware.Gpu`, except links to other devices. Runs a square
+    matmul, attention with one head of 128, and copies."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    side, tokens = (8192, 2**18) if gpu else (1024, 2**11)
+    side = 8192 if gpu else 1024
+    tokens = 2**18 if gpu else 2**11
     num_bytes = COPY_BYTES[device.type]
     name = gpu.name if gpu else "CPU"
     attention_row = measure_attention(AttentionCase("auto", tokens), device, dtype, seconds)
@@ -136,13 +163,14 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     values["link_bytes_s"] = known.link_bytes_s if known else values["pcie_bytes_s"]
     values["memory_bytes"] = gpu.total_memory if gpu else psutil.virtual_memory().total
     links = f"taken from {known.name}" if known else "assumed equal to PCIe"
-    origin = f"ithaka bench device, {str(dtype).removeprefix('torch.')}; link_bytes_s is not measured: {links}"
-    return {"name": name, **values, "source": origin}
+    origin = f"ithaka bench device, {str(dtype).removeprefix('torch.')}"
+    note = f"{origin}; link_bytes_s is not measured: {links}"
+    return {"name": name, **values, "source": note}
 
 
 def measure_host_copies(device: torch.device, seconds: float) -> float:
-    """Bytes per second to or from the host, whichever is slower. The ranks of a node share its
-    memory: under `ithaka selftest`, all of them copy at once."""
+    """Bytes per second to or from the host, whichever is slower. Ranks share a node's memory: under
+    `ithaka selftest`, all copy at once."""
     num_bytes = COPY_BYTES[device.type]
     own = torch.ones(num_bytes // 4, device=device)
     host = torch.ones(num_bytes // 4)
@@ -154,18 +182,27 @@ def measure_host_copies(device: torch.device, seconds: float) -> float:
 
 
 NETWORK_CALLS = 5  # per measurement; the median is reported
-EXCHANGES = ("all-to-all", "send/recv")  # collectives of a layer's activations; the others are FSDP2's
+# collectives of a layer's activations; the others are FSDP2's
+EXCHANGES = ("all-to-all", "send/recv")
 
 
 def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
-    """Measure the bandwidth per rank within and between nodes, with all ranks sending at once. The slowest rank counts.
-    send/recv: send to the next rank, receive from the previous one."""
+    """Measure the slowest rank's bandwidth within and between nodes, with all ranks sending at
+    once. send/recv: send to the next rank, receive from the previous one."""
     rows = []
     for where, group in make_node_groups(device).items():
-        for what, (num_bytes, call) in _network_calls(group, device, mebibytes).items() if group.size() > 1 else ():
+        if group.size() == 1:
+            continue
+        for what, (num_bytes, call) in _network_calls(group, device, mebibytes).items():
             seconds = gather_objects(_measure_collective(call, device))
-            figures = {"ranks": group.size(), "GB/s": num_bytes / max(seconds) / 1e9}
-            rows.append({"what": what, "where": where, **figures, "slowest rank": seconds.index(max(seconds))})
+            row = {
+                "what": what,
+                "where": where,
+                "ranks": group.size(),
+                "GB/s": num_bytes / max(seconds) / 1e9,
+                "slowest rank": seconds.index(max(seconds)),
+            }
+            rows.append(row)
     return rows
 
 
@@ -173,27 +210,37 @@ def _network_calls(
     group: dist.ProcessGroup, device: torch.device, mebibytes: int
 ) -> dict[str, tuple[int, Callable[[], object]]]:
     """(bytes sent per rank, call) by name."""
-    n, rank = group.size(), group.rank()
+    n = group.size()
+    rank = group.rank()
     sent, received = (torch.ones(mebibytes * 2**18 // n * n, device=device) for _ in range(2))
-    next_rank, previous_rank = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
+    share = len(sent) // n
+    next_rank = dist.get_global_rank(group, (rank + 1) % n)
+    previous_rank = dist.get_global_rank(group, (rank - 1) % n)
 
     def shift() -> None:
-        ops = [dist.P2POp(dist.isend, sent, next_rank, group), dist.P2POp(dist.irecv, received, previous_rank, group)]
+        ops = [
+            dist.P2POp(dist.isend, sent, next_rank, group),
+            dist.P2POp(dist.irecv, received, previous_rank, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
     remote_bytes = sent.nbytes * (n - 1) // n
     return {
         "all-to-all": (remote_bytes, lambda: dist.all_to_all_single(received, sent, group=group)),
-        "all-gather": (remote_bytes, lambda: all_gather(received, sent[: len(sent) // n], group=group)),
-        "reduce-scatter": (remote_bytes, lambda: reduce_scatter(received[: len(sent) // n], sent, group=group)),
+        "all-gather": (remote_bytes, lambda: all_gather(received, sent[:share], group=group)),
+        "reduce-scatter": (
+            remote_bytes,
+            lambda: reduce_scatter(received[:share], sent, group=group),
+        ),
         "send/recv": (sent.nbytes, shift),
     }
 
 
 def _measure_collective(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds per call. Collective: a fixed number of calls on every rank."""
-    seconds, synchronize = [], torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds = []
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(1 + NETWORK_CALLS):
         synchronize()
         dist.barrier()
@@ -205,11 +252,14 @@ def _measure_collective(call: Callable[[], object], device: torch.device) -> flo
 
 
 def network_figures(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
-    """Rates for `--gpu-file`: the slower of all-to-all and send/recv; the other rates come from the GPU table."""
+    """Rates for `--gpu-file`: the slower of all-to-all and send/recv; others from the GPU table."""
     known = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else GPUS["CPU"]
     fields = {"inside a node": "link_bytes_s", "between nodes": "network_bytes_s"}
     values: dict[str, Any] = {"based_on": known.name, "name": known.name} if known else {}
     for where, field in fields.items():
-        rates = [row["GB/s"] * 1e9 for row in rows if row["where"] == where and row["what"] in EXCHANGES]
-        values |= {field: min(rates)} if rates else {}
-    return {**values, "source": f"ithaka bench network, {dist.get_world_size()} ranks; other rates from the GPU table"}
+        exchanges = (row for row in rows if row["where"] == where and row["what"] in EXCHANGES)
+        rates = [row["GB/s"] * 1e9 for row in exchanges]
+        if rates:
+            values[field] = min(rates)
+    origin = f"ithaka bench network, {dist.get_world_size()} ranks"
+    return values | {"source": f"{origin}; other rates from the GPU table"}

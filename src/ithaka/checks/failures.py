@@ -10,6 +10,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ithaka.comm.agree import gather_objects
+from ithaka.foreign.torch_distributed import default_store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,17 +64,17 @@ def run_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 
 def meet(name: str, failure: Failure | None, limit_s: float) -> tuple[Failure | None, list[int]]:
-    """Wait for all ranks. Return the first failure, and the ranks that do not get here within
-    `limit_s`: they wait for others in a collective. Goes through the store: a rank that failed
-    must not take part in the collective that the others are in."""
-    store = dist.PrefixStore(f"meet {name}", dist.distributed_c10d._get_default_store())
+    """Wait for all ranks. Return the first failure, and the ranks that are not here within
+    `limit_s`: they wait in a collective, in which a failed rank must not take part, so this uses
+    the store."""
+    store = dist.PrefixStore(f"meet {name}", default_store())
     if failure is not None:
         store.compare_set("failure", "", json.dumps(failure))
     store.set(f"rank {dist.get_rank()}", "is here")
     num_ranks = dist.get_world_size()
     if store.add("arrived", 1) == num_ranks:
         store.set("all", "are here")
-    missing = list[int]()
+    missing: list[int] = []
     deadline_s = time.monotonic() + limit_s
     while not store.check(["all"]) and time.monotonic() < deadline_s:
         time.sleep(0.1)

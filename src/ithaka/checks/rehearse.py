@@ -1,12 +1,12 @@
-"""Run one rank of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
-If torch.distributed is initialized, as under torchrun, run all N ranks with real collectives instead.
+"""Run one rank of N on one device: real shards, buffers, copies, kernels and optimizer, with local
+copies for collectives. Under torchrun, run all N ranks with real collectives instead.
 
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
 import os
 import tempfile
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +26,12 @@ from ithaka.config.units import format_bytes
 from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
-from ithaka.model.truncate import LayerGroup, choose_layers, find_representative_layers, group_layers
+from ithaka.model.truncate import (
+    LayerGroup,
+    choose_layers,
+    find_representative_layers,
+    group_layers,
+)
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory, join_kernels
 from ithaka.plan.models import find_config
@@ -34,16 +39,20 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.step import StepTimes
+from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
-from ithaka.run.trace import run_step
-from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
+from ithaka.run.trace_plan import run_step
+from ithaka.train.out_of_memory import (
+    OutOfMemoryError,
+    OutOfMemoryTracker,
+    explain_out_of_memory,
+    ran_out_of_memory,
+)
 
 DIRECTIONS = ("forward", "backward")
 TINY_TOKENS = 1024  # per rank; activations are negligible compared with weights
-MEMORY_ONLY_DOCUMENT = 128 * 1024  # document length with memory_only, which bounds the cost of attention
+MEMORY_ONLY_DOCUMENT = 128 * 1024  # document length with memory_only, bounds attention's cost
 Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
 
 
@@ -52,14 +61,16 @@ class RehearsalResult:
     """Measurements on the truncated model."""
 
     x_bytes: int
-    layer_bytes: int  # peak of the layers minus their peak at a tiny context (parameters, gradients, gathered weights)
+    # the layers' peak minus that at a tiny context (parameters, gradients, gathered weights)
+    layer_bytes: int
     peak_bytes: int  # on the device, over the step
     peak_phase: str
     host_bytes: int  # offloaded by this rank
     disk_bytes: int
     layer_s: list[list[float]]  # [forward, backward] of each layer
     step_s: float  # truncated model, including the optimizer
-    exchange_s: tuple[float, float] | None = None  # on real ranks, per step: not hidden by compute, and hidden
+    # on real ranks, per step: not hidden by compute, and hidden
+    exchange_s: tuple[float, float] | None = None
 
     @property
     def forward_s(self) -> float:
@@ -90,13 +101,16 @@ def rehearse(
     layers: Sequence[int] | None = None,
     rank: int = 0,
 ) -> RehearsalResult:
-    """Run training steps (trains=False: forward passes) as `rank` of `ranks`, and measure the last. `config` is the
-    model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
-    random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
-    `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
+    """Run training steps (trains=False: forward passes) as `rank` of `ranks`, and measure the last.
+    `config` is the model's config.json, of which `layers` run, by default the first; the layout has
+    a policy for each. Weights are random. `memory_only`: run one step, and limit attention to
+    documents of 128 Ki tokens; allocations do not change. `reference`: run the model without its
+    adapter, or a frozen copy, first, as DPO and GRPO do."""
     num_layers = len(layout.kept)
     if memory_only and "_class_name" in config:
-        raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
+        raise ConfigError(
+            "--memory-only cuts attention into documents, which a clip does not have; leave it out"
+        )
     truncated = keep_layers(config, layers or range(num_layers))
     with ExitStack() as stack:
         is_real = dist.is_initialized()
@@ -108,17 +122,29 @@ def rehearse(
             build = partial(build_model, truncated, mesh, layout, context=context)
             model = build(adapter=adapter, trains=trains)
             other = build(trains=False) if reference and not adapter else None
-        optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
-        root, step = model.ithaka_root, partial(run_step, model, optimizer, (other or model) if reference else None)
+        optimizer = None
+        if trains:
+            optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0))
+        root = model.ithaka_root
+        step = partial(run_step, model, optimizer, (other or model) if reference else None)
         s = context // mesh.cp_size
-        tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
-        steps = 1 if memory_only else steps
-        document = MEMORY_ONLY_DOCUMENT if memory_only else document_tokens
-        _, tiny_peaks = _measure_step(step, root.example_inputs(mesh.cp_size * tiny_s), mesh.device, 2)
-        seconds, peaks = _measure_step(step, root.example_inputs(context, document), mesh.device, steps)
-        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), root.layers[0].forward.store
-        layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
-        exchange_s = _measure_exchange(step, root.example_inputs(context, document)) if is_real else None
+        # at least two: one token has no label
+        tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)
+        if memory_only:
+            steps = 1
+            document_tokens = MEMORY_ONLY_DOCUMENT
+        example = partial(root.example_inputs, context, document_tokens)
+        _, tiny_peaks = _measure_step(
+            step, root.example_inputs(mesh.cp_size * tiny_s), mesh.device, 2
+        )
+        seconds, peaks = _measure_step(step, example(), mesh.device, steps)
+        peak_path = max(peaks, key=lambda path: (peaks[path], len(path)))
+        store = root.layers[0].forward.store
+        layer_s = []
+        for i in range(num_layers):
+            paths = (("step", f"layer {i}", name) for name in DIRECTIONS)
+            layer_s.append([seconds.get(path, 0.0) for path in paths])
+        exchange_s = _measure_exchange(step, example()) if is_real else None
         result = RehearsalResult(
             x_bytes=layout.x_bytes(root.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
@@ -133,7 +159,9 @@ def rehearse(
         return max(gather_objects(result), key=lambda each: each.step_s) if is_real else result
 
 
-def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+def _measure_exchange(
+    step: Callable[[dict[str, Any]], object], inputs: dict[str, Any]
+) -> tuple[float, float]:
     """Seconds in exchanges of one more step: (not hidden, hidden by compute)."""
     with StepTimes(default_device()) as times:
         step(inputs)
@@ -143,9 +171,10 @@ def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 def _measure_step(
-    step: Any, inputs: dict[str, Any], device: torch.device, steps: int
+    step: partial, inputs: dict[str, Any], device: torch.device, steps: int
 ) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
-    """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
+    """Return seconds and peak bytes by phase of the last step of `run_step`. On a CPU, one more
+    step counts live bytes."""
     for _ in range(steps):
         timer = PhaseTimer(device)
         with listening(timer):
@@ -163,14 +192,15 @@ def _measure_step(
 
 
 def _layers_peak(peaks: dict[PhasePath, int]) -> int:
-    return max(peak for path, peak in peaks.items() if len(path) > 1 and path[1].startswith("layer "))
+    in_layers = (path for path in peaks if len(path) > 1 and path[1].startswith("layer "))
+    return max(peaks[path] for path in in_layers)
 
 
 def _on_gpu() -> bool:
     return default_device().type == "cuda"
 
 
-def compute_dtype() -> str:
+def rehearsal_dtype() -> str:
     return default_dtype(_on_gpu())
 
 
@@ -179,7 +209,7 @@ def compute_dtype() -> str:
 
 def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
     """Resolve the attention kernel for this device and the dtype of a rehearsal."""
-    return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
+    return agree_on_kernel(name, default_device(), getattr(torch, rehearsal_dtype()), kinds)
 
 
 @dataclass(frozen=True)
@@ -187,7 +217,8 @@ class TruncatedPlan(Plan):
     """The plan of a model with a few of its layers."""
 
     layers: tuple[int, ...] = ()  # indices in the full model
-    kinds: tuple[Hashable, ...] = ()  # one per layer of the full model; equal for layers of one kind
+    # one per layer of the full model; equal for layers of one kind
+    kinds: tuple[Hashable, ...] = ()
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
@@ -195,12 +226,19 @@ class TruncatedPlan(Plan):
 
 
 def truncate_plan(
-    plan: Plan, num_layers: int, memory_only: bool, kernel: str = "auto", config: dict[str, Any] | None = None
+    plan: Plan,
+    num_layers: int,
+    memory_only: bool,
+    kernel: str = "auto",
+    config: dict[str, Any] | None = None,
 ) -> TruncatedPlan:
-    """Map a plan to one with `num_layers` layers, or one of each kind if that is more, in this device's dtype. A kind's
-    activation policies are taken from evenly spaced layers; every layer gets the adapters of the layer with the most.
-    `config` is the model's config.json; without it, layers of one kind are those with the same mixer."""
-    shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.mixers), None
+    """Map a plan to one with `num_layers` layers, or one of each kind if more, in this device's
+    dtype. A kind's activation policies are those of evenly spaced layers; every layer gets the
+    adapters of the layer with the most. `config`: the model's config.json; without it, layers with
+    the same mixer are of one kind."""
+    shape = plan.shape
+    kinds = tuple[Hashable, ...](plan.shape.mixers)
+    dropped = None
     layers = choose_layers(kinds, num_layers)
     if config is not None and "_class_name" not in config:
         of_config, layers = find_representative_layers(read_hf_config(config), num_layers)
@@ -215,16 +253,20 @@ def truncate_plan(
     policies = {}
     for _, rehearsed, all_layers in few.groups:
         for i, layer in enumerate(rehearsed):
-            policies[layer] = plan.layout.kept[all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]]
+            like = all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]
+            policies[layer] = plan.layout.kept[like]
     kept = tuple(policies[i] for i in range(len(layers)))
-    return replace(few, layout=replace(plan.layout, kept=kept, dtype=compute_dtype(), kernel=kernel))
+    layout = replace(plan.layout, kept=kept, dtype=rehearsal_dtype(), kernel=kernel)
+    return replace(few, layout=layout)
 
 
 def check_cpu_memory(truncated: TruncatedPlan) -> None:
-    """On a CPU, refuse a rehearsal that exceeds free host memory, which then also holds the device's tensors."""
+    """On a CPU, refuse a rehearsal that exceeds free host memory, which then also holds the
+    device's tensors."""
     ledger = truncated.ledger
     host_bytes = (ledger.host_needed - ledger.host["reserve"]) // truncated.hardware.gpus_per_node
-    need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, available_memory()
+    need_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes
+    free_bytes = available_memory()
     need_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # real ranks
     if need_bytes > free_bytes and not _on_gpu():
         fewer = " or fewer --layers" if len(truncated.layers) > len(truncated.groups) else ""
@@ -236,12 +278,19 @@ def check_cpu_memory(truncated: TruncatedPlan) -> None:
 
 
 def describe_rehearsal(plan: Plan, truncated: TruncatedPlan) -> dict[str, Any]:
-    """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the plan."""
-    s, hidden = truncated.work.local_tokens(truncated.layout.cp), truncated.shape.hidden
+    """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the
+    plan."""
+    s = truncated.work.local_tokens(truncated.layout.cp)
+    hidden = truncated.shape.hidden
     kinds = truncated.shape.attention_kinds
     kernel = find_kernel(truncated.layout.kernel, kinds)
     x = f"one {truncated.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
     times = f"the CPU: measured times are for this CPU, planned times for {plan.hardware.gpu.name}"
+    groups = []
+    for name, indices, layers in truncated.groups:
+        rehearsed = [truncated.layers[i] for i in indices]
+        groups.append({"kind": name, "rehearsed": rehearsed, "layers_of_model": len(layers)})
+    is_cut = truncated.work != plan.work and plan.work.tokens > MEMORY_ONLY_DOCUMENT
     return {
         "device": torch.cuda.get_device_name() if _on_gpu() else times,
         "gpus": plan.hardware.name,
@@ -250,45 +299,59 @@ def describe_rehearsal(plan: Plan, truncated: TruncatedPlan) -> dict[str, Any]:
         "context": plan.work.context,
         "layers": truncated.shape.num_layers,
         "layers_of_model": plan.shape.num_layers,
-        "kinds": [
-            {"kind": name, "rehearsed": [truncated.layers[i] for i in rehearsed], "layers_of_model": len(layers)}
-            for name, rehearsed, layers in truncated.groups
-        ],
-        "attention_cut_short": truncated.work != plan.work and plan.work.tokens > MEMORY_ONLY_DOCUMENT,
+        "kinds": groups,
+        "attention_cut_short": is_cut,
         "x": f"{x} = {format_bytes(truncated.layout.x_bytes(hidden, s))}",
         "settings": plan.settings,
     }
 
 
-def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str, rank: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the peak's phase."""
-    config, memory_tracker = find_config(model), OutOfMemoryTracker(default_device())
+def rehearse_plan(
+    plan: Plan, truncated: TruncatedPlan, model: str, rank: int = 0
+) -> tuple[list[dict[str, Any]], str]:
+    """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the
+    peak's phase."""
+    config = find_config(model)
+    memory_tracker = OutOfMemoryTracker(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         allowed_bytes = min(total_bytes, plan.hardware.gpu.memory_bytes) - RESERVE_BYTES
         torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     try:
-        options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
-        named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}
-        named |= {"layers": truncated.layers, "rank": rank}
-        if plan.work.batch > 1:
-            named["document_tokens"] = plan.work.context
         with listening(memory_tracker):
-            measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options, **named)
+            measured = rehearse(
+                config,
+                truncated.layout,
+                plan.hardware.num_gpus,
+                plan.work.tokens,
+                memory_only=truncated.work != plan.work,
+                adapter=truncated.shape.adapter,
+                trains=plan.work.trains,
+                optimizer_name=truncated.shape.optimizer,
+                reference=plan.work.reference,
+                document_tokens=plan.work.context if plan.work.batch > 1 else None,
+                layers=truncated.layers,
+                rank=rank,
+            )
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemoryError(explain_out_of_memory(truncated, error, memory_tracker, model)) from error
+        explanation = explain_out_of_memory(truncated, error, memory_tracker, model)
+        raise OutOfMemoryError(explanation) from error
     return compare_with_plan(plan, truncated, measured), measured.peak_phase
 
 
 def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
-    """Planned seconds of each layer: forward, with that of a reference, and backward if the plan trains."""
+    """Planned seconds of each layer: forward, with that of a reference, and backward if the plan
+    trains."""
     pairs = list(zip(plan.shape.mixers, plan.layout.kept, strict=True))
     seconds = {}
     for mixer, policy in set(pairs):
-        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, mixer, policy)
-        seconds[mixer, policy] = forward.times(1 + plan.work.reference), backward.times(plan.work.trains)
+        forward, backward = layer_seconds(
+            plan.shape, plan.layout, plan.hardware, plan.work, mixer, policy
+        )
+        forward = forward.times(1 + plan.work.reference)
+        seconds[mixer, policy] = (forward, backward.times(plan.work.trains))
     return [seconds[pair] for pair in pairs]
 
 
@@ -301,35 +364,44 @@ def _compare_layers(truncated: TruncatedPlan, measured: RehearsalResult) -> Iter
     """Yield mean seconds per layer of each kind, without exchanges unless they were real."""
     planned = _layer_seconds(truncated)
     for name, rehearsed, layers in truncated.groups:
-        suffix = f", {name} ({len(layers)} of {len(truncated.kinds)} layers)" if len(truncated.groups) > 1 else ""
+        suffix = ""
+        if len(truncated.groups) > 1:
+            suffix = f", {name} ({len(layers)} of {len(truncated.kinds)} layers)"
         for index, direction in enumerate(DIRECTIONS[: 1 + truncated.work.trains]):
             planned_s = mean(measured.comparable(planned[i][index]) for i in rehearsed)
-            yield f"layer {direction}{suffix}", planned_s, mean(measured.layer_s[i][index] for i in rehearsed), "s"
+            measured_s = mean(measured.layer_s[i][index] for i in rehearsed)
+            yield f"layer {direction}{suffix}", planned_s, measured_s, "s"
 
 
 def extrapolate_step(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> float:
-    """Seconds of the full model's step: the measured one with all layers of each kind, and planned exchanges unless
+    """Seconds of the full model's step: as measured, with all layers, and planned exchanges unless
     they were real."""
-    few, full = _layer_seconds(truncated), _layer_seconds(plan)
-    step_s = measured.step_s + sum(part.total - measured.comparable(part) for layer in full for part in layer)
+    few = _layer_seconds(truncated)
+    full = _layer_seconds(plan)
+    step_s = measured.step_s + sum(
+        part.total - measured.comparable(part) for layer in full for part in layer
+    )
     for _, rehearsed, layers in truncated.groups:
-        # Scale by planned seconds, not by layer count: layers may have different activation policies.
-        planned_few, planned_full = (
-            sum(measured.comparable(part) for i in indices for part in seconds[i])
-            for seconds, indices in ((few, rehearsed), (full, layers))
-        )
-        step_s += (planned_full / planned_few - 1) * sum(sum(measured.layer_s[i]) for i in rehearsed)
+        # Scale by planned seconds, not by layer count: activation policies may differ.
+        planned_few = sum(measured.comparable(part) for i in rehearsed for part in few[i])
+        planned_full = sum(measured.comparable(part) for i in layers for part in full[i])
+        measured_s = sum(sum(measured.layer_s[i]) for i in rehearsed)
+        step_s += (planned_full / planned_few - 1) * measured_s
     return step_s
 
 
-def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> list[dict[str, Any]]:
-    """Rows for the rehearsed layers, then, on a GPU and with full attention, for the full model's step or forward."""
-    ledger, node_gib = truncated.ledger, GIB * truncated.hardware.gpus_per_node
+def compare_with_plan(
+    plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult
+) -> list[dict[str, Any]]:
+    """Rows for the rehearsed layers and, on a GPU with full attention, the full model's step."""
+    ledger = truncated.ledger
+    node_gib = GIB * truncated.hardware.gpus_per_node
     peak_bytes = ledger.gpu_peak - ledger.gpu["reserve"]
     host_bytes = sum(ledger.host[name] for name in STORE_CATEGORIES)
+    layer_x = measured.layer_bytes / measured.x_bytes
     rows: list[Row] = [
         ("peak without reserve", peak_bytes / GIB, measured.peak_bytes / GIB, "GiB"),
-        ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),
+        ("layer peak above parameters and gradients", None, layer_x, "X"),
         ("host, including disk staging", host_bytes / node_gib, measured.host_bytes / GIB, "GiB"),
         ("disk", ledger.disk_peak / node_gib, measured.disk_bytes / GIB, "GiB"),
         *_compare_layers(truncated, measured),
@@ -338,9 +410,12 @@ def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalR
         exposed_s, hidden_s = measured.exchange_s
         exchange_s = _exchange_per_layer(truncated)
         rows.append(("exchange per layer", exchange_s, exposed_s / len(measured.layer_s), "s"))
-        rows.append(("exchange hidden by compute", None, 100 * hidden_s / (exposed_s + hidden_s or 1.0), "%"))
-    if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
-        step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
+        hidden_percent = 100 * hidden_s / (exposed_s + hidden_s or 1.0)
+        rows.append(("exchange hidden by compute", None, hidden_percent, "%"))
+    # CPU times and truncated attention cannot be extrapolated.
+    if _on_gpu() and truncated.work == plan.work:
+        step_s = extrapolate_step(plan, truncated, measured)
+        name = "step" if plan.work.trains else "forward"
         tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
         if not measured.exchange_s:
             exchange_s = _exchange_per_layer(plan)

@@ -1,4 +1,4 @@
-"""`ithaka selftest`: machine, rates with all ranks at once, exactness, faults, and a plan against measurements."""
+"""`ithaka selftest`: machine, rates of all ranks at once, exactness, faults, a plan's figures."""
 
 import faulthandler
 import json
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ithaka.checkpoint.files import step_name
+from ithaka.checkpoint.checkpoints import step_name
 from ithaka.checks import bench, doctor, rehearse, verify
 from ithaka.checks.doctor import Finding, judge
 from ithaka.checks.failures import describe_failure, meet, run_on_all_ranks
@@ -34,47 +34,83 @@ from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.models import built_in
 from ithaka.plan.search import Plan
-from ithaka.run import launch, request, resolve
+from ithaka.run import check_request, launch, resolve
 from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
-LIMIT_S, MIN_CONTEXT = 600.0, 256
-END_S, MARGIN_S = 120.0, 10.0  # for all ranks to end a section after the first, and to report those that do not
+LIMIT_S = 600.0
+MIN_CONTEXT = 256
+END_S = 120.0  # for all ranks to end a section after the first
+MARGIN_S = 10.0
 STATUSES = ("passed", "measured", "slower", "failed")
-SECTIONS = {"machine": 20.0, "rates": 40.0, "exactness": 100.0, "faults": 100.0, "plan": 120.0}  # estimated seconds
-# By type of device: the model, seconds per measurement, MiB per collective, and the share of its planned value below
-# which a rate is slow (other work shares the CPUs).
+# estimated seconds
+SECTIONS = {"machine": 20.0, "rates": 40.0, "exactness": 100.0, "faults": 100.0, "plan": 120.0}
+# By type of device: the model, seconds per measurement, MiB per collective, and the share of its
+# planned value below which a rate is slow (other work shares the CPUs).
 DEFAULTS = {"cuda": ("llama3-8b", 1.0, 256, 0.85), "cpu": ("smollm2-135m", 0.2, 16, 0.5)}
-# Names of the first RATES, and the part of them, which are bursts, that an H200 sustains (LOG.md, 2026-11-15).
-SUSTAINED = {"matmul": 0.83, "attention forward": 0.9, "attention backward": 0.84, "device memory": 0.87}
+# Names of the first RATES, and the part of them, which are bursts, that an H200 sustains (LOG.md,
+# 2026-11-15).
+SUSTAINED = {
+    "matmul": 0.83,
+    "attention forward": 0.9,
+    "attention backward": 0.84,
+    "device memory": 0.87,
+}
 FIXES = {
     "pcie_bytes_s": "check `nvidia-smi -q -d PCIE`, and start with torchrun --numa-binding node",
     "link_bytes_s": "check `nvidia-smi topo -m` and `nvidia-smi nvlink -s`",
-    "network_bytes_s": "check NCCL's devices with NCCL_DEBUG=INFO; set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
+    "network_bytes_s": (
+        "check NCCL's devices with NCCL_DEBUG=INFO; set NCCL_IB_HCA or NCCL_SOCKET_IFNAME"
+    ),
     "disk_bytes_s": "set memory.disk_path and train.run_dir to a faster disk",
 }
 OTHER_FIX = "check `nvidia-smi -q -d PERFORMANCE`, and other jobs on the device"
 
 
 class Selftest:
-    """All checks on this rank, for the options of the command. Collective; rank 0 prints the findings."""
+    """All checks on this rank, for the options of the command. Collective; rank 0 prints the
+    findings."""
 
-    def __init__(self, model: str, *options: Any) -> None:
-        self.context, self.disk, self.run_dir, self.rehearsed, self.out = options
-        self.start_s, (self.device, self.dtype) = time.monotonic(), bench.device_and_dtype()
+    def __init__(
+        self,
+        model: str,
+        context: int,
+        disk: Path | None,
+        run_dir: Path,
+        rehearsed: dict[str, Any],
+        out: Path | None,
+    ) -> None:
+        self.context = context
+        self.disk = disk
+        self.run_dir = run_dir
+        self.rehearsed = rehearsed
+        self.out = out
+        self.start_s = time.monotonic()
+        self.device, self.dtype = bench.device_and_dtype()
         default, self.seconds, self.mebibytes, self.slow = DEFAULTS[self.device.type]
-        self.model, self.on_gpu, self.findings = model or default, self.device.type == "cuda", list[Finding]()
+        self.model = model or default
+        self.on_gpu = self.device.type == "cuda"
+        self.findings: list[Finding] = []
         start_process_group(self.device)
-        self.rank, self.num_ranks, self.figures = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
-        self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // launch.num_gpus()) if self.on_gpu else 1
-        self.facts = list[dict[str, Any]]()
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self.figures: dict[str, Any] = {}
+        self.ranks_per_gpu = 1
+        if self.on_gpu:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self.ranks_per_gpu = -(-local_ranks // launch.num_gpus())
+        self.facts: list[dict[str, Any]] = []
 
     def run(self, save_profile: bool) -> int:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # if a check hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
         for i, section in enumerate(SECTIONS):
-            problem, left = None, format_duration(sum([*SECTIONS.values()][i:]))
+            problem = None
+            left = format_duration(sum([*SECTIONS.values()][i:]))
             free_memory()  # ranks, also those of `ithaka train`, may share a GPU
-            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {plural(self.num_ranks, 'rank')}, about {left} left")
+            self._print(
+                f"{section} ({i + 1} of {len(SECTIONS)}), {plural(self.num_ranks, 'rank')}, about "
+                f"{left} left"
+            )
             try:
                 for finding in getattr(self, f"check_{section}")():
                     self._add(finding)
@@ -87,10 +123,13 @@ class Selftest:
                 gpu = self._with_rates(self.measured).hardware.gpu
                 file = profile_path(gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
-                values["source"] = f"ithaka selftest, {plural(self.num_ranks, 'rank')}, {time.strftime('%Y-%m-%d')}"
+                date = time.strftime("%Y-%m-%d")
+                values["source"] = f"ithaka selftest, {plural(self.num_ranks, 'rank')}, {date}"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-                self._print(f"wrote {file}: ithaka plan and ithaka train use its rates on this machine")
+                self._print(
+                    f"wrote {file}: ithaka plan and ithaka train use its rates on this machine"
+                )
         statuses = [finding.status for finding in self.findings]
         text = ", ".join(f"{statuses.count(name)} {name}" for name in STATUSES)
         self._print(f"{text} in {format_duration(time.monotonic() - self.start_s)}")
@@ -99,20 +138,22 @@ class Selftest:
         return int("failed" in statuses)
 
     def _describe_step(self) -> str:
-        """Seconds by the rates measured here, next to those of the plan if its rates are for such devices."""
-        measured, planned = (format_duration(self._with_rates(rates).step_s) for rates in (self.measured, self.known))
+        """Seconds by the rates measured here and, if they apply, by those of the plan."""
+        measured = format_duration(self._with_rates(self.measured).step_s)
+        planned = format_duration(self._with_rates(self.known).step_s)
         text = f"{self.model} at {format_tokens(self.plan.work.context)}: {measured} per step"
         return f"{text} with the rates measured here" + f", {planned} planned" * self.has_rates
 
     def _end_section(self, section: str, error: Exception | None) -> None:
-        """Add a failure of any rank. If others wait for a rank that failed, end the test: their collectives no longer
-        match."""
+        """Add a failure of any rank. If others wait for that rank, end the test: their collectives
+        no longer match."""
         left_s = LIMIT_S - MARGIN_S - (time.monotonic() - self.start_s)
         failure = describe_failure(error) if error is not None else None
         first, missing = meet(section, failure, min(END_S, max(MARGIN_S, left_s)))
         if first is None and not missing:
             return
-        text, figures = str(first or "no rank failed"), dict[str, Any](ranks=missing)
+        text = str(first or "no rank failed")
+        figures: dict[str, Any] = {"ranks": missing}
         if first is not None:
             figures |= {"rank": first.rank, "error": first.error, "where": first.where}
         if missing:
@@ -136,8 +177,9 @@ class Selftest:
         words = "; ".join(filter(None, (finding.text, finding.fix)))
         print(f"{seconds:3.0f} s  {finding.status:<8}  {finding.check:<28}  {words}", flush=True)
         if self.out is not None:
-            findings = [each._asdict() for each in self.findings]
-            content = {"seconds": seconds, "model": built_in(self.model), "findings": findings, **self.figures}
+            content: dict[str, Any] = {"seconds": seconds, "model": built_in(self.model)}
+            content["findings"] = [each._asdict() for each in self.findings]
+            content |= self.figures
             text = json.dumps(filter_values(content), indent=1, allow_nan=False)
             self.out.write_text(text + "\n", encoding="utf-8")
 
@@ -156,60 +198,82 @@ class Selftest:
         self.figures["ranks"] = self.facts
         nodes = [fact for fact in self.facts if "gpus" in fact]
         gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
-        names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "CPUs"
-        text = f"{names} on {plural(len(nodes), 'node')}"
+        names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+        text = f"{names or 'CPUs'} on {plural(len(nodes), 'node')}"
         if self.on_gpu:
-            software = dict.fromkeys(f"driver {node['driver']}, CUDA {node['cuda']}" for node in nodes)
-            text += f", {' and '.join(software)}"
+            software = [f"driver {node['driver']}, CUDA {node['cuda']}" for node in nodes]
+            text += f", {' and '.join(dict.fromkeys(software))}"
         yield Finding("devices", "passed", text)
         yield from findings
 
     def check_rates(self) -> Iterator[Finding]:
-        own, rows = run_on_all_ranks(bench.measure_device, self.device, self.dtype, self.seconds), list[Any]()
+        own = run_on_all_ranks(bench.measure_device, self.device, self.dtype, self.seconds)
+        rows: list[tuple[str, str, dict[int, float]]] = []  # check, name in RATES, by rank
         # Again, with all ranks at once: those of a node share its memory.
         own["pcie_bytes_s"] = run_on_all_ranks(bench.measure_host_copies, self.device, self.seconds)
         devices = gather_objects(own)
         for check, name in zip((*SUSTAINED, "copies to and from host"), RATES, strict=False):
-            rates = {rank: float(found[name]) / SUSTAINED.get(check, 1.0) for rank, found in enumerate(devices)}
-            rows.append((check, name, rates))
-        for check, key in {"disk for checkpoints": "checkpoints", "disk for offloading": "disk"}.items():
-            disks = {rank: fact[key] for rank, fact in enumerate(self.facts) if key in fact}  # one per node
-            rates = {r: min(disk.get("write_bytes_s", 1.0), disk.get("read_bytes_s", 1.0)) for r, disk in disks.items()}
+            part = SUSTAINED.get(check, 1.0)
+            rows.append((check, name, {r: float(d[name]) / part for r, d in enumerate(devices)}))
+        for check, key in (
+            ("disk for checkpoints", "checkpoints"),
+            ("disk for offloading", "disk"),
+        ):
+            rates = {}
+            for rank, fact in enumerate(self.facts):
+                if key in fact:  # one per node
+                    disk = fact[key]
+                    rates[rank] = min(disk.get(f"{way}_bytes_s", 1.0) for way in ("write", "read"))
             if rates:  # the machine was examined
                 rows.append((check, "disk_bytes_s", rates))
         network = bench.measure_network(self.device, self.mebibytes)
-        self.measured = {name: min(rates.values()) for _, name, rates in rows}
-        self.measured |= {name: v for name, v in bench.network_figures(network, self.device).items() if name in RATES}
+        self.measured: dict[str, Any] = {name: min(rates.values()) for _, name, rates in rows}
+        found = bench.network_figures(network, self.device)
+        self.measured |= {name: value for name, value in found.items() if name in RATES}
         for row in network:
             name = "link_bytes_s" if row["where"] == "inside a node" else "network_bytes_s"
-            rows.append((f"{row['what']} {row['where']}", name, {row["slowest rank"]: row["GB/s"] * 1e9}))
+            rates = {row["slowest rank"]: row["GB/s"] * 1e9}
+            rows.append((f"{row['what']} {row['where']}", name, rates))
         self._choose_plan()
-        self.figures["rates"] = [{"check": row[0], "rate": row[1], "by rank": row[2]} for row in rows]
-        yield from (self._judge_rate(*row) for row in rows)
+        self.figures["rates"] = [
+            {"check": check, "rate": name, "by rank": rates} for check, name, rates in rows
+        ]
+        for check, name, rates in rows:
+            yield self._judge_rate(check, name, rates)
 
     def _choose_plan(self) -> None:
-        """Plan at the longest context that fits, or of which two layers fit, and of which these take five steps in the
-        time of their section. By measured rates if no others apply. On CPUs, all ranks share a sequence."""
+        """Plan at the longest context that fits, or of which two layers fit, and of which these
+        take five steps in the time of their section. By measured rates if no others apply. On CPUs,
+        all ranks share a sequence."""
         detect = partial(resolve.detect_machine, load_config(None, []), self.num_ranks)
         machines = gather_objects(run_on_all_ranks(lambda: detect(launch.detect_gpu())))
         machine = resolve.weakest_machine(machines)
-        gpu, changes = machine.gpu, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
-        self.known = {name: getattr(gpu, name) for name in RATES}  # from the table or a saved profile
-        self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
+        gpu = machine.gpu
+        changes = [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
+        # from the table or a saved profile
+        self.known = {name: getattr(gpu, name) for name in RATES}
+        applies = self.on_gpu or profile_path(gpu.name).is_file()
+        self.has_rates = applies and self.ranks_per_gpu == 1
         if not self.has_rates:
             gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
-        plans = list[tuple[bool, bool, int, Plan, Any]]()
+        machine = replace(machine, gpu=gpu)
+        best: tuple[bool, bool, int] | None = None
         for i in range(max(1, (self.context // MIN_CONTEXT).bit_length())):
             context = self.context >> i
-            wanted = request.make_request(self.model, replace(machine, gpu=gpu), str(context), 1, changes)
+            wanted = check_request.make_request(self.model, machine, str(context), 1, changes)
             plan = wanted.plan()
             few = rehearse.truncate_plan(plan, 2, False, "auto", dict(wanted.hf_config))
             is_quick = 5 * few.step_s < SECTIONS["plan"]
-            plans.append((is_quick and plan.fits, is_quick and few.fits, context, plan, few))
-            if plans[-1][0]:
+            fits = is_quick and plan.fits
+            few_fit = is_quick and few.fits
+            # the longest, or the shortest if none is quick
+            preference = (fits, few_fit, context if few_fit else -context)
+            if best is None or preference > best:
+                best = preference
+                self.plan = plan
+                self.truncated = few
+            if fits:
                 break
-        # The longest, or the shortest if none is quick.
-        *_, self.plan, self.truncated = max(plans, key=lambda row: (*row[:2], row[2] if row[1] else -row[2]))
 
     def _with_rates(self, rates: dict[str, Any]) -> Plan:
         hardware = self.plan.hardware
@@ -218,21 +282,26 @@ class Selftest:
     def _judge_rate(self, check: str, name: str, rates: dict[int, float]) -> Finding:
         """Compare the slowest rank, for which all others wait, with the plan."""
         rank = min(rates, key=lambda rank: rates[rank])
-        rate, planned = rates[rank], getattr(self.plan.hardware.gpu, name)
+        rate = rates[rank]
+        planned = getattr(self.plan.hardware.gpu, name)
         unit, scale = ("TFLOP/s", 1e12) if name.endswith("flops") else ("GB/s", 1e9)
-        shown, expected = (format_rate(value / scale * SUSTAINED.get(check, 1.0)) for value in (rate, planned))
-        text = f"{shown} {unit} on rank {rank}, the slowest" + f"; planned {expected}" * self.has_rates
+        part = SUSTAINED.get(check, 1.0)
+        text = f"{format_rate(rate / scale * part)} {unit} on rank {rank}, the slowest"
         if not self.has_rates:
             return Finding(check, "measured", text)
+        text += f"; planned {format_rate(planned / scale * part)}"
         if rate < self.slow * planned:
             cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
-            step = f"{format_duration(self.plan.step_s)} for {self.model} at {format_tokens(self.plan.work.context)}"
+            step = f"{format_duration(self.plan.step_s)} for {self.model}"
+            step += f" at {format_tokens(self.plan.work.context)}"
             text += f", x{rate / planned:.2f}: adds {format_duration(cost_s)} per step ({step})"
-        fix, is_fast = FIXES.get(name, OTHER_FIX), rate >= self.slow * planned
+        fix = FIXES.get(name, OTHER_FIX)
+        is_fast = rate >= self.slow * planned
         return judge(check, is_fast, text, fix, "slower", rank=rank, rate=rate, planned=planned)
 
     def check_exactness(self) -> Iterator[Finding]:
-        yield from verify.verify_layouts(self.device, self.num_ranks, time.monotonic() + SECTIONS["exactness"])
+        deadline_s = time.monotonic() + SECTIONS["exactness"]
+        yield from verify.verify_layouts(self.device, self.num_ranks, deadline_s)
 
     def check_faults(self) -> Iterator[Finding]:
         make = partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
@@ -243,7 +312,8 @@ class Selftest:
     def check_plan(self) -> Iterator[Finding]:
         if "rates" not in self.figures:
             return  # they failed, so there is no plan
-        rows = self.figures["plan"] = rehearse.rehearse_plan(self.plan, self.truncated, self.model)[0]
+        rows, _ = rehearse.rehearse_plan(self.plan, self.truncated, self.model)
+        self.figures["plan"] = rows
         yield from map(self._judge_row, rows)
 
     def _judge_row(self, row: dict[str, Any]) -> Finding:
@@ -258,31 +328,49 @@ class Selftest:
         text += f" (2 layers of {self.model} at {format_tokens(self.plan.work.context)})"
         if not self.on_gpu or not planned or unit not in ("s", "GiB"):
             return Finding(what, "measured", text)
-        return judge(what, measured <= planned / self.slow, text, "compare the rates above", "slower")
+        is_fast = measured <= planned / self.slow
+        return judge(what, is_fast, text, "compare the rates above", "slower")
 
 
 def run_rank(save_profile: bool, *arguments: Any) -> int:
+    """`arguments`: those of `Selftest`."""
     return Selftest(*arguments).run(save_profile)
 
 
 # ---- train a small model on all ranks, kill one, and resume on half of them
 
-EXIT_S = MAX_SILENCE_S + 4 * BEAT_S  # for all ranks to exit after one died (docs/running-for-weeks.md)
+# for all ranks to exit after one died (docs/running-for-weeks.md)
+EXIT_S = MAX_SILENCE_S + 4 * BEAT_S
 START_S = 120.0  # for a run to start and take its steps
-SAVE_EVERY, STEPS = 4, 6  # a resumed run repeats the steps after the first save
+SAVE_EVERY = 4
+STEPS = 6  # a resumed run repeats those after the first save
 LOSS_TOLERANCE = 1e-4  # relative, in float32: fewer ranks sum in another order
-SETTINGS = ["model.embedded=small", "model.dtype=float32", "memory.plan=off", "data.context=128", "train.steps=1000000"]
-SETTINGS += [f"train.save_every={SAVE_EVERY}", "train.keep_last=1000000", "train.validate_every=0"]
-SETTINGS += ["optim.schedule=constant", f"data.path={Path(__file__).parent}"]
+SETTINGS = [
+    "model.embedded=small",
+    "model.dtype=float32",
+    "memory.plan=off",
+    "data.context=128",
+    "train.steps=1000000",
+    f"train.save_every={SAVE_EVERY}",
+    "train.keep_last=1000000",
+    "train.validate_every=0",
+    "optim.schedule=constant",
+    f"data.path={Path(__file__).parent}",
+]
 
 
 def run_drill(run_dir: Path) -> Iterator[Finding]:
-    """Each rank starts a rank of `ithaka train`, without a launcher. `run_dir`: to create, shared by all nodes."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    per_node, victim = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks - 1
-    unit = 1 if num_ranks == per_node else per_node  # half of the nodes or, of one node, half of its ranks
+    """Each rank starts a rank of `ithaka train`, without a launcher. `run_dir`: to create, shared
+    by all nodes."""
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    victim = num_ranks - 1
+    # half of the nodes or, of one node, half of its ranks
+    unit = 1 if num_ranks == per_node else per_node
     fewer = max(n for n in range(unit, max(unit, num_ranks // 2) + 1, unit) if num_ranks % n == 0)
-    saved, cp = run_dir / "checkpoints" / step_name(SAVE_EVERY), math.gcd(4, fewer)  # the model has 4 heads
+    saved = run_dir / "checkpoints" / step_name(SAVE_EVERY)
+    cp = math.gcd(4, fewer)  # the model has 4 heads
     settings = [*SETTINGS, f"parallel.cp={cp}", f"train.global_batch={num_ranks // cp}"]
 
     def has_trained() -> bool:
@@ -294,7 +382,8 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
         if rank == victim or not runs:
             process.kill()
         ends = gather_objects(run_on_all_ranks(process.finish, 2 * EXIT_S, f"rank {victim} on "))
-    codes, seconds = [end.code for end in ends], max(end.seconds for end in ends)
+    codes = [end.code for end in ends]
+    seconds = max(end.seconds for end in ends)
     if not runs:
         logs = " ".join(end.log for end in ends).strip()[-500:]
         text = f"`ithaka train` takes no {STEPS} steps within {START_S:.0f} s: {logs}"
@@ -302,8 +391,10 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
         yield Finding("train", "failed", text, fix, {"codes": codes})
         return
     ok = all(end.code == ExitCode.HANG and end.names_victim for end in ends[:-1])
-    how = "name it" if ok else f"their codes are {tuple(codes[:-1])}: {ends[0].log[-300:]}"
-    text = f"rank {victim} killed: the others exit after {seconds:.0f} s and {how}" if victim else "only one rank"
+    text = "only one rank"
+    if victim:
+        how = "name it" if ok else f"their codes are {tuple(codes[:-1])}: {ends[0].log[-300:]}"
+        text = f"rank {victim} killed: the others exit after {seconds:.0f} s and {how}"
     fix = f"expected: code {ExitCode.HANG:d} within {EXIT_S:.0f} s; report it with --json"
     otherwise = "slower" if ok else "failed"
     is_prompt = seconds <= EXIT_S
@@ -313,17 +404,29 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     with _started_rank(fewer, min(per_node, fewer), settings, "--resume", run_dir) as process:
         ends = gather_objects(run_on_all_ranks(process.finish, START_S))
     after = run_on_all_ranks(_read_losses, run_dir)
-    problems, codes = [end.log[-500:] for end in ends if end.code], [end.code for end in ends]
-    error = max(abs(after.get(step, math.inf) / before.get(step, 1.0) - 1) for step in range(SAVE_EVERY + 1, STEPS + 1))
+    problems = [end.log[-500:] for end in ends if end.code]
+    codes = [end.code for end in ends]
+    repeated = range(SAVE_EVERY + 1, STEPS + 1)
+    error = max(abs(after.get(i, math.inf) / before.get(i, 1.0) - 1) for i in repeated)
     text = f"saved on {plural(num_ranks, 'rank')}, resumed on {fewer}: "
     text += f"losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
     ok = error <= LOSS_TOLERANCE and not problems
-    figures: dict[str, Any] = {"codes": codes, "largest error": error, "allowed": LOSS_TOLERANCE, "resumed on": fewer}
-    yield judge("save and resume", ok, text, "".join(problems[:1]), **figures)
+    figures: dict[str, Any] = {
+        "codes": codes,
+        "largest error": error,
+        "allowed": LOSS_TOLERANCE,
+        "resumed on": fewer,
+    }
+    fix = "".join(problems[:1])
+    yield judge("save and resume", ok, text, fix, **figures)
 
 
 def _read_losses(run_dir: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if row.get("loss") is not None}
+    return {
+        row["step"]: row["loss"]
+        for row in read_metrics(run_dir / "metrics.jsonl")
+        if row.get("loss") is not None
+    }
 
 
 def _rewind(run_dir: Path, saved: Path) -> dict[int, float]:
@@ -343,18 +446,23 @@ class RankEnd(NamedTuple):
 
 
 class StartedRank:
-    """A process, or none. Its stderr goes to a file: a pipe that nobody reads would block it after 64 KiB."""
+    """A process, or none. Its stderr is a file: a pipe that nobody reads blocks after 64 KiB."""
 
     _process: subprocess.Popen | None = None
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        options: dict[str, Any] = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
+        options: dict[str, Any] = {
+            "env": environment,
+            "stdout": subprocess.DEVNULL,
+            "stderr": self._stderr,
+        }
         self._process = subprocess.Popen(command, **options)
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Wait until `done()`. Return whether the process still runs then."""
-        deadline_s, is_done = time.monotonic() + limit_s, False
+        deadline_s = time.monotonic() + limit_s
+        is_done = False
         while not is_done and self._runs() and time.monotonic() < deadline_s:
             time.sleep(0.1)
             is_done = done()
@@ -368,7 +476,8 @@ class StartedRank:
             self._process.kill()
 
     def finish(self, limit_s: float, victim: str = "") -> RankEnd:
-        """Wait until the process ends, or kill it. `victim`: words that its stderr should contain."""
+        """Wait until the process ends, or kill it. `victim`: words that its stderr should
+        contain."""
         if self._process is None:
             return RankEnd(0, 0.0, "", False)
         start_s = time.monotonic()
@@ -390,21 +499,24 @@ class StartedRank:
 
 
 @contextmanager
-def _started_rank(num_ranks: int, per_node: int, settings: list[str], *arguments: Any) -> Iterator[StartedRank]:
-    """Start this rank of `ithaka train` if it is one of `num_ranks`; end it when the block ends. Collective, for the
-    port."""
+def _started_rank(
+    num_ranks: int, per_node: int, settings: list[str], *arguments: str | Path
+) -> Iterator[StartedRank]:
+    """Run this rank of `ithaka train` within the block, if it is one of `num_ranks`. Collective."""
     port = gather_objects(run_on_all_ranks(_find_free_port))[0]
-    values: dict[str, Any] = {
-        "RANK": dist.get_rank(),
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": per_node,
-        "MASTER_PORT": port,
+    variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"} | os.environ
+    variables |= {
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # it ends with this process
+        "TORCHELASTIC_RUN_ID": "selftest",
     }
-    values |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RUN_ID": "selftest"}  # it ends with this process
-    variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"} | os.environ | {k: str(v) for k, v in values.items()}
     program = f"import sys; sys.path[:] = {sys.path!r}; from ithaka.cli import main; main()"
-    options = [*map(str, arguments), *(word for setting in settings for word in ("--set", setting))]
-    command = [sys.executable, "-c", program, "train", *options]
+    command = [sys.executable, "-c", program, "train", *map(str, arguments)]
+    for setting in settings:
+        command += ["--set", setting]
     process = StartedRank()
     try:
         starts = partial(process.start, command, variables)

@@ -1,8 +1,8 @@
 """What `ithaka selftest --json` may write. Imports no torch.
 
-Only the fields of SHARED, and of their values only numbers and text in a known form. Everything else stays on this
-machine: names of hosts, users, models and buckets, addresses, paths, environment variables, messages of errors and what
-other programs print.
+Only the fields of SHARED, and of their values only numbers and text in a known form. Everything
+else stays on this machine: names of hosts, users, models and buckets, addresses, paths, environment
+variables, messages of errors and what other programs print.
 """
 
 import math
@@ -51,12 +51,13 @@ SHARED: dict[str, Any] = {
 }
 
 
-def filter_values(value: Any, allowed: Any = SHARED) -> Any:
+def filter_values(value: object, allowed: object = SHARED) -> object:
     """Return what may be shared of a value; None in place of text and numbers that may not."""
     if isinstance(allowed, dict):
         known = value if isinstance(value, dict) else {}
         kept = {name: each for name, each in known.items() if name in allowed or OTHER in allowed}
-        return {str(name): filter_values(each, allowed.get(name, allowed.get(OTHER))) for name, each in kept.items()}
+        other = allowed.get(OTHER)
+        return {str(name): filter_values(kept[name], allowed.get(name, other)) for name in kept}
     if isinstance(value, list | tuple):
         each_allowed = allowed[0] if isinstance(allowed, list) else allowed
         return [filter_values(each, each_allowed) for each in value]

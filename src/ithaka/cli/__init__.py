@@ -1,4 +1,5 @@
-"""The `ithaka` command: parse arguments, print results. Commands import torch only when they run."""
+"""The `ithaka` command: parse arguments, print results. Commands import torch only when they
+run."""
 
 import os
 import signal
@@ -11,20 +12,28 @@ import typer
 from typer.core import TyperGroup
 
 from ithaka.checks.doctor import package_versions
-from ithaka.cli import plan, runs
+from ithaka.cli import bench_commands, plan, runs
 from ithaka.comm.rank import is_rank_0, leave_launcher
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode, is_disk_full, is_transient
 from ithaka.run.launch import quiet_torchao
 
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
-ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["rehearse"], ["selftest"], ["bench", "network"])
+ON_ALL_RANKS = (
+    ["train"],
+    ["profile"],
+    ["evaluate"],
+    ["rehearse"],
+    ["selftest"],
+    ["bench", "network"],
+)
 
 quiet_torchao()
 
 
 class Commands(TyperGroup):
-    """On an ithaka error or a transient one, print the message to stderr and exit with the error's code."""
+    """On an ithaka error or a transient one, print the message to stderr and exit with the error's
+    code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -32,7 +41,11 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             from ithaka.run.launch import Outcome, print_outcome
 
-            print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()))
+            print_outcome(
+                Outcome(
+                    code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()
+                )
+            )
             raise typer.Exit(code) from None
         except Exception as raised:
             error = explain_missing_torch(raised, ctx.invoked_subcommand)
@@ -56,7 +69,9 @@ def explain_missing_torch(error: Exception, command: str | None) -> Exception:
     if not isinstance(error, ModuleNotFoundError) or find_spec("torch") is not None:
         return error
     rule = f"`ithaka {command}` needs torch, which is not installed"
-    return ConfigError(f"{rule}; pip install torch. Without it, `ithaka plan` works for built-in models")
+    return ConfigError(
+        f"{rule}; pip install torch. Without it, `ithaka plan` works for built-in models"
+    )
 
 
 app = typer.Typer(
@@ -66,23 +81,47 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train Hugging Face models on long sequences: 64K tokens and more.",
 )
-commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
-commands += [runs.evaluate, runs.sample, runs.verify, runs.export, plan.doctor, plan.selftest]
-for command in commands:
-    app.command()(command)
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
-bench.command()(plan.attention)
-bench.command()(plan.device)
-bench.command()(plan.network)
-app.add_typer(bench, name="bench")
+COMMANDS: tuple[Callable[..., None], ...] = (
+    runs.train_command,
+    runs.profile_command,
+    runs.report_command,
+    runs.data_command,
+    plan.plan_command,
+    plan.rehearse_command,
+    runs.evaluate_command,
+    runs.sample_command,
+    runs.verify_command,
+    runs.export_command,
+    plan.doctor_command,
+    plan.selftest_command,
+)
+BENCH_COMMANDS: tuple[Callable[..., None], ...] = (
+    bench_commands.attention_command,
+    bench_commands.device_command,
+    bench_commands.network_command,
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+for parent, commands in ((app, COMMANDS), (bench_app, BENCH_COMMANDS)):
+    for command in commands:
+        name = command.__name__.removesuffix("_command")
+        paragraphs = (command.__doc__ or "").split("\n\n")
+        help_text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        parent.command(name, help=help_text)(command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
 def print_versions(
-    version: Annotated[bool, typer.Option("--version", help="Print versions of ithaka and its packages.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print versions of ithaka and its packages.")
+    ] = False,
 ) -> None:
     if version:
-        print("\n".join(f"{name} {number or 'not installed'}" for name, number in package_versions().items()))
+        print(
+            "\n".join(
+                f"{name} {number or 'not installed'}" for name, number in package_versions().items()
+            )
+        )
         raise typer.Exit()
 
 
@@ -109,7 +148,8 @@ def main() -> None:
 
 
 def finish_stdout(code: Any) -> Any:
-    """Write what stdout buffers, and return the exit code: `code`, or TRANSIENT if its disk is full."""
+    """Write what stdout buffers, and return the exit code: `code`, or TRANSIENT if its disk is
+    full."""
     from ithaka.run.launch import outcome_from_error, print_outcome, try_print
 
     error = try_print()
@@ -122,4 +162,6 @@ def finish_stdout(code: Any) -> Any:
 
 def runs_on_all_ranks(arguments: list[str]) -> bool:
     """Whether a command line uses the ranks of torchrun."""
-    return "--help" not in arguments and any(arguments[: len(command)] == command for command in ON_ALL_RANKS)
+    return "--help" not in arguments and any(
+        arguments[: len(command)] == command for command in ON_ALL_RANKS
+    )

@@ -12,8 +12,12 @@ from ithaka.config import ConfigError, parse_count
 if TYPE_CHECKING:
     from rich.status import Status
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files, or use a non-empty directory.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite existing files, or use a non-empty directory.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -42,9 +46,15 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     alignments = ["<" if isinstance(value, str) else ">" for value in rows[0].values()]
     columns = list(zip(alignments, widths, strict=True))
-    aligned = (zip(line, columns, strict=True) for line in lines)
-    return "\n".join("  ".join(f"{cell:{align}{width}}" for cell, (align, width) in line).rstrip() for line in aligned)
+    texts = []
+    for line in lines:
+        cells = zip(line, columns, strict=True)
+        text = "  ".join(f"{cell:{align}{width}}" for cell, (align, width) in cells)
+        texts.append(text.rstrip())
+    return "\n".join(texts)
 
 
-def _format_cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+def _format_cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)

@@ -20,7 +20,7 @@ from ithaka.config import (
     renaming,
     writing_to,
 )
-from ithaka.config.formats import BASE_FORMATS
+from ithaka.config.base_formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
@@ -30,13 +30,19 @@ if TYPE_CHECKING:
     from ithaka.run.resolve import Run
 
 ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG.yaml", help="By default, a small demonstration model.")
+    Path | None,
+    typer.Argument(metavar="CONFIG.yaml", help="By default, a small demonstration model."),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")
+]
 # Not a Path, which would turn '' into the current directory.
-RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")]
+RunDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")
+]
 
-# What errors about tokenizers and chat templates call settings of a run -> what these commands have instead.
+# What errors about tokenizers and chat templates call settings of a run -> what these commands have
+# instead.
 MODEL_NAMES = {
     "model.path": "MODEL",
     "set data.tokenizer to a directory with one, or to bytes": "add its tokenizer files",
@@ -55,23 +61,31 @@ SAMPLE_NAMES = MODEL_NAMES | {
 }
 
 
-def train(
+def train_command(
     config: ConfigFile = None,
     overrides: Overrides = None,
     ranks: Ranks = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR|auto", help="Resume a run. auto: resume train.run_dir, or start it.")
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR|auto", help="Resume a run. auto: resume train.run_dir, or start it."
+        ),
     ] = None,
     run_dir: RunDir = None,
     force: Force = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Consecutive restarts without a new checkpoint.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Consecutive restarts without a new checkpoint.")
+    ] = 0,
     evaluate_only: Annotated[
-        bool, typer.Option("--evaluate-only", help="Only print the validation loss; --resume selects a run.")
+        bool,
+        typer.Option(
+            "--evaluate-only", help="Only print the validation loss; --resume selects a run."
+        ),
     ] = False,
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
-        check_settings(config, with_ranks(overrides, ranks))
+        check_settings_early(config, with_ranks(overrides, ranks))
         with loading():
             from ithaka.comm.agree import shared_temporary_path
             from ithaka.comm.mesh import start_process_group
@@ -81,14 +95,28 @@ def train(
                 start_process_group()
         with shared_temporary_path("ithaka-") as folder:
             start_run(config, overrides, ranks, f"{folder}/run", trains=False)
-    start_run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only, force=force)
+    start_run(
+        config,
+        overrides,
+        ranks,
+        run_dir,
+        resume,
+        max_restarts,
+        trains=not evaluate_only,
+        force=force,
+    )
 
 
 def train_rank(run: "Run", only_profile: bool = False) -> int:
     """Train on this rank and return the exit code. Rank 0 then writes the report."""
     survive_lost_readers()
     with loading("starting the ranks"):
-        from ithaka.comm.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
+        from ithaka.comm.mesh import (
+            destroy_subgroups,
+            end_process_group,
+            free_memory,
+            start_process_group,
+        )
         from ithaka.log.metrics import note_startup
         from ithaka.run import launch
         from ithaka.train import loop
@@ -116,15 +144,17 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
 def validate_rank(run: "Run") -> None:
     with loading("starting the ranks"):
         from ithaka.comm.mesh import end_process_group
-        from ithaka.train import loop
+        from ithaka.train.validation import validate_only
 
-    loop.validate_only(run)
+    validate_only(run)
     end_process_group()
 
 
-def profile(
+def profile_command(
     config: ConfigFile = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one (on a GPU, two) is profiled.")] = 4,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to run; the last one (on a GPU, two) is profiled.")
+    ] = 4,
     overrides: Overrides = None,
     ranks: Ranks = None,
     run_dir: RunDir = None,
@@ -134,9 +164,11 @@ def profile(
     start_run(config, overrides, ranks, run_dir, profiled_steps=steps, force=force)
 
 
-def report(
+def report_command(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs to compare.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write a self-contained HTML page about one or more runs."""
@@ -149,7 +181,10 @@ def report(
     for path in (run_dir / "metrics.jsonl" for run_dir in run_dirs):
         if num_lines := count_damaged_lines(path):
             lines = "1 line that is" if num_lines == 1 else f"{num_lines} lines that are"
-            typer.echo(f"{path} has {lines} not valid JSON; the report leaves out what is damaged", err=True)
+            typer.echo(
+                f"{path} has {lines} not valid JSON; the report leaves out what is damaged",
+                err=True,
+            )
 
 
 def start_run(
@@ -163,19 +198,16 @@ def start_run(
     trains: bool = True,
     force: bool = False,
 ) -> None:
-    """Check the settings, print the plan and start the ranks. Restart failed runs from the latest checkpoint."""
+    """Check the settings, print the plan and start the ranks. Restart failed runs from the latest
+    checkpoint."""
     survive_lost_readers()
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     changes = with_ranks(overrides, ranks)
     if profiled_steps:
-        fixed = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
-        fixed |= {"train.validate_every": "0", "train.validate_sequences": "0"}
-        for name in sorted(explicit_settings(None, changes) & fixed.keys()):
-            raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
-        changes += [f"{name}={value}" for name, value in fixed.items()]
-    check_settings(config if resume in (None, Path("auto")) else None, changes)
+        changes = _profiling(changes, profiled_steps)
+    check_settings_early(config if resume in (None, Path("auto")) else None, changes)
     with loading() as status:
-        from ithaka.checkpoint.files import latest_name
+        from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
         from ithaka.plan import show
         from ithaka.run import launch
@@ -183,7 +215,10 @@ def start_run(
 
     note_startup("imports")
     if max_restarts and launch.under_torchrun():
-        raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m ithaka")
+        raise ConfigError(
+            f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m "
+            "ithaka"
+        )
     restarts = launch.Restarts(max_restarts)
     while True:  # one pass per curriculum entry or restart
         try:
@@ -205,7 +240,8 @@ def start_run(
                 launch.try_print(f"{run.run_dir} is finished after {run.last_step} steps")
             raise typer.Exit(ExitCode.DONE)
         if run.plan is not None and is_rank_0():
-            model, steps = run.config.model, train.steps if train.epochs is None else None
+            model = run.config.model
+            steps = train.steps if train.epochs is None else None
             launch.try_print(show.as_text(run.plan, str(model.path or model.embedded), steps))
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
@@ -216,26 +252,47 @@ def start_run(
         if (code or train.steps == run.config.ends[-1]) and not restarts.allow(code, progressed):
             break
         if resume is None:
-            resume, folder = AUTO, run.run_dir
+            resume = AUTO
+            folder = run.run_dir
     raise typer.Exit(code)
 
 
-def data(
+def _profiling(changes: list[str], num_steps: int) -> list[str]:
+    """Return the changes with those of a run that profiles its last step."""
+    fixed = {
+        "train.steps": f"{num_steps}",
+        "train.epochs": "null",
+        "profile.every": f"{num_steps}",
+        "train.validate_every": "0",
+        "train.validate_sequences": "0",
+    }
+    for name in sorted(explicit_settings(None, changes) & fixed.keys()):
+        raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
+    return changes + [f"{name}={value}" for name, value in fixed.items()]
+
+
+def data_command(
     config: ConfigFile = None,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page instead.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page instead.")
+    ] = None,
     record: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show why each token of the N-th record is trained or not.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Show why each token of the N-th record is trained or not."
+        ),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the training data: statistics, and packed sequences with trained tokens marked. Needs no GPU."""
+    """Show the training data: statistics, and packed sequences with trained tokens marked. Needs no
+    GPU."""
     if page is not None:
         check_output("--html", page, force)
     changes = with_ranks(overrides, ranks)
-    check_settings(config, changes)
+    check_settings_early(config, changes)
     with loading() as status:
         from rich.console import Console
 
@@ -251,7 +308,10 @@ def data(
         view = view or show_data.build_data_view(settings, limits, page is not None, report)
     if page is not None:
         with writing_to("--html", page):
-            page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
+            page.write_text(
+                show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"),
+                encoding="utf-8",
+            )
     if as_json:
         print(json.dumps(view.figures, indent=2))
     elif page is not None:
@@ -260,13 +320,20 @@ def data(
         show_data.print_data(view, Console(highlight=False))
 
 
-def export(
+def export_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     out_dir: Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")] = False,
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the latest.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint; by default the latest.")
+    ] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Also upload it, with a model card, to a private repository.")
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME", help="Also upload it, with a model card, to a private repository."
+        ),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -285,40 +352,62 @@ def export(
     if push is not None:
         write_card(run_dir, folder, push, step)
         written.append("README.md")
-        print(f"uploaded: {push_files(folder, sorted({*written}), push, f'Upload {run_dir.absolute().name}')}")
+        message = f"Upload {run_dir.absolute().name}"
+        print(f"uploaded: {push_files(folder, sorted({*written}), push, message)}")
         if others := [name for name in list_files(folder) if name not in written]:
             more = f" and {len(others) - 10} more" if len(others) > 10 else ""
-            print(f"not uploaded, because the export did not write them: {', '.join(others[:10])}{more}")
+            print(
+                "not uploaded, because the export did not write them: "
+                f"{', '.join(others[:10])}{more}"
+            )
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
-        print("model.rope changed the positions: load the base model with this config.json, or export with --merge")
+        print(
+            "model.rope changed the positions: load the base model with this config.json, or "
+            "export with --merge"
+        )
 
 
-def evaluate(
+def evaluate_command(
     models: Annotated[
         list[Path],
-        typer.Argument(metavar="MODEL|RUN|ADAPTER|FILE...", help="One or two directories, or --json output."),
+        typer.Argument(
+            metavar="MODEL|RUN|ADAPTER|FILE...", help="One or two directories, or --json output."
+        ),
     ],
-    contexts: Annotated[str, typer.Option(help="Context lengths; the loss is measured at the longest.")] = "8K,32K",
-    data: Annotated[Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")] = None,
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths; the loss is measured at the longest.")
+    ] = "8K,32K",
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")
+    ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Number of long documents.")] = 8,
-    samples: Annotated[int, typer.Option(min=0, help="Samples per retrieval task, length and depth; 0: none.")] = 2,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Samples per retrieval task, length and depth; 0: none.")
+    ] = 2,
     tasks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSONL of prompts and answers to score as well.")
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL of prompts and answers to score as well."),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="NAME|FILE", help="As data.chat_template; by default the model's.")
+        Path | None,
+        typer.Option(metavar="NAME|FILE", help="As data.chat_template; by default the model's."),
     ] = None,
     ranks: Ranks = None,
-    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how well one or two models use their context: loss by position, gain from long context, retrieval."""
+    """Measure how well one or two models use their context: loss by position, gain from long
+    context, retrieval."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models are too many to compare; give one or two")
     lengths = sorted({parse_tokens(text, "--contexts") for text in contexts.split(",")})
     if lengths[0] < 2:
-        raise ConfigError(f"--contexts={contexts} has a context of one token, which has no loss; use at least 2")
+        raise ConfigError(
+            f"--contexts={contexts} has a context of one token, which has no loss; use at least 2"
+        )
     if page is not None:
         check_output("--html", page, force)
     with loading():
@@ -327,7 +416,9 @@ def evaluate(
 
     models = [fetch_model(each, "MODEL=") for each in models]
     with renaming(EVALUATE_NAMES):
-        results = evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
+        results = evaluate_all(
+            models, lengths, data, ranks, documents, samples, tasks, chat_template
+        )
     if not is_rank_0():
         return
     if page is not None:
@@ -338,7 +429,9 @@ def evaluate(
     elif not all(each.is_file() for each in models):
         print(f"documents of {data or 'the standard library of Python'}\n")
     for title, rows in compare.make_tables(results) if not as_json else ():
-        missing = compare.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
+        missing = (
+            compare.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
+        )
         print(f"{title}\n{format_table(rows) if rows else missing or 'not measured'}\n")
     if not as_json and (explanation := compare.explain_figures(results)):
         print(explanation)
@@ -349,14 +442,22 @@ def evaluate(
         raise typer.Exit(ExitCode.SIGNALED + signal.SIGINT)
 
 
-def sample(
+def sample_command(
     model: Annotated[
-        Path, typer.Argument(metavar="RUN|MODEL|ADAPTER", help="A run (its latest checkpoint), or a model.")
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL|ADAPTER", help="A run (its latest checkpoint), or a model."
+        ),
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; with a chat template, the user's message.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue; with a chat template, the user's message.")
+    ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     messages: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Messages before --prompt: JSON, or the first record of JSONL.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Messages before --prompt: JSON, or the first record of JSONL."
+        ),
     ] = None,
     tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tools: a JSON list.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
@@ -368,19 +469,28 @@ def sample(
         from ithaka.evaluate.sample import sample
 
     with status("generating"), renaming(SAMPLE_NAMES):
-        text = sample(fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools)
+        text = sample(
+            fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools
+        )
     print(text)
 
 
-def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="A directory, a config.json or a name.")],
-    cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
+def verify_command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL|CONFIG.yaml", help="A directory, a config.json or a name."),
+    ],
+    cp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a few layers, one of each kind, with plain transformers: loss, gradients, masks, documents."""
+    """Compare a few layers, one of each kind, with plain transformers: loss, gradients, masks,
+    documents."""
     from ithaka.plan.models import find_config
 
-    settings, path = None, Path(model).expanduser()
+    settings = None
+    path = Path(model).expanduser()
     if path.suffix in (".yaml", ".yml"):
         settings = load_config(path)
         source = fetch_model(settings.model.path) or embedded_model(settings.model.embedded)
@@ -389,7 +499,10 @@ def verify(
     with loading() as status:
         from ithaka.checks.verify import verify
 
-    with status("comparing with plain transformers"), renaming({"model.path": "MODEL"} if settings is None else {}):
+    with (
+        status("comparing with plain transformers"),
+        renaming({"model.path": "MODEL"} if settings is None else {}),
+    ):
         result = verify(source, settings, cp)
     if as_json:
         print(format_json(result, indent=2))
@@ -398,23 +511,38 @@ def verify(
         print(f"{setup}; layers compared: {', '.join(map(str, result['layers']))}")
         for kind in result["kinds"] if len(result["kinds"]) > 1 else ():
             layers = ", ".join(map(str, kind["compared"]))
-            print(f"layer {layers}: {kind['kind']} ({kind['layers_of_model']} of {result['layers_of_model']} layers)")
+            print(
+                f"layer {layers}: {kind['kind']} ({kind['layers_of_model']} of "
+                f"{result['layers_of_model']} layers)"
+            )
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
     raise typer.Exit(ExitCode.DONE if result["ok"] else ExitCode.FAILED)
 
 
-def _format_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
+def _format_check(
+    part: str, where: str, error: float, allowed: float | None, ok: bool
+) -> dict[str, str]:
     """A table row. margin: the tolerance divided by the error."""
-    margin = "info only" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
-    limit, part = "" if allowed is None else f"{allowed:.0e}", part if ok else f"FAILED: {part}"
-    return {"part": part, "error": f"{error:.1e}", "allowed": limit, "margin": margin, "largest in": where}
+    margin = "info only" if allowed is None else ""
+    if allowed:
+        margin = f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x"
+    limit = "" if allowed is None else f"{allowed:.0e}"
+    part = part if ok else f"FAILED: {part}"
+    return {
+        "part": part,
+        "error": f"{error:.1e}",
+        "allowed": limit,
+        "margin": margin,
+        "largest in": where,
+    }
 
 
-def check_settings(config: Path | None, changes: list[str]) -> None:
+def check_settings_early(config: Path | None, changes: list[str]) -> None:
     """Refuse unknown settings and bad values before torch is imported, which takes seconds."""
-    with suppress(TransientError):  # from reading the file: `preflight` reads it again, and --max-restarts applies
+    # from reading the file: `preflight` reads it again, and --max-restarts applies
+    with suppress(TransientError):
         load_config(config, changes)
 
 
@@ -425,5 +553,7 @@ def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:
 
 def parse_path(text: str, option: str) -> Path:
     if not text:
-        raise ConfigError(f"{option}='' is not a directory; give one, or . for the current directory")
+        raise ConfigError(
+            f"{option}='' is not a directory; give one, or . for the current directory"
+        )
     return Path(text)

@@ -32,7 +32,7 @@ class SharedTransientError(TransientError):
 
 
 class RankFailed(RuntimeError):
-    """Any other error of a rank, raised on every rank; rank 0 prints it. The failed rank's own error is its cause."""
+    """Any other error, raised on every rank; rank 0 prints it. Its cause is the failed rank's."""
 
     shared = True
     exit_code = ExitCode.FAILED
@@ -47,32 +47,40 @@ class RankError(NamedTuple):
     exit_code: ExitCode = ExitCode.FAILED  # for a type without its own
 
 
-def describe_error(error: Exception, keep: Sequence[type[Exception]] = (), host: str = "") -> RankError:
-    """Describe any error so that every rank can raise it: a ConfigError, a transient error or one of exactly the types
-    to `keep` by its message, any other as RankFailed, with its traceback if it has no exit code of its own. Call it in
-    the except block."""
-    code, name = exit_code_for(error), type(error).__name__
+def describe_error(
+    error: Exception, keep: Sequence[type[Exception]] = (), host: str = ""
+) -> RankError:
+    """Describe any error so that every rank can raise it: a ConfigError, a transient error or one
+    of exactly the types to `keep` by its message, any other as RankFailed, with its traceback if it
+    has no exit code of its own. Call it in the except block."""
+    code = exit_code_for(error)
     if type(error) in keep:
         return RankError(type(error), str(error), host)
     if isinstance(error, ConfigError):
         return RankError(SharedError, str(error), host)
     if code == ExitCode.TRANSIENT:
         return RankError(SharedTransientError, describe_transient(error), host)
-    text = traceback.format_exc().rstrip() if code == ExitCode.FAILED else f"{name}: {error}"
+    text = f"{type(error).__name__}: {error}"
+    if code == ExitCode.FAILED:
+        text = traceback.format_exc().rstrip()
     return RankError(RankFailed, text, host, code)
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the object of every rank, in rank order. A single process does not communicate."""
-    objects = [own] * (dist.get_world_size(group) if dist.is_initialized() else 1)
-    if len(objects) > 1:
+    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    objects = [own] * num_ranks
+    if num_ranks > 1:
         dist.all_gather_object(objects, own, group=group)
     return objects
 
 
-def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Exception | None = None) -> None:
-    """Raise the first error in `errors`, which has one entry per rank; a transient error only if there is no other.
-    The message starts with `what` and names the rank unless every rank failed. `cause`: this rank's own error."""
+def raise_first(
+    errors: Sequence[RankError | None], what: str = "", cause: Exception | None = None
+) -> None:
+    """Raise the first error in `errors`, which has one entry per rank; a transient error only if
+    there is no other. The message starts with `what` and names the rank unless every rank failed.
+    `cause`: this rank's own error."""
     failed = {rank: error for rank, error in enumerate(errors) if error is not None}
     if not failed:
         return
@@ -81,16 +89,17 @@ def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Excep
     if len(errors) == 1 and error.type is RankFailed and cause is not None:
         raise cause  # no other rank needs it
     where = f"rank {rank} on {error.host}" if error.host else f"rank {rank}"
-    parts = what, "" if len(failed) == len(errors) else where, error.message
-    raised: Any = error.type(": ".join(filter(None, parts)))
+    if len(failed) == len(errors):
+        where = ""
+    raised: Any = error.type(": ".join(filter(None, (what, where, error.message))))
     if error.exit_code is not ExitCode.FAILED:
         raised.exit_code = error.exit_code
     raise raised from cause
 
 
 def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` on every rank and return this rank's result. An error on any rank is raised on all, as
-    SharedError, SharedTransientError or RankFailed.
+    """Call `function` on every rank and return this rank's result. An error on any rank is raised
+    on all, as SharedError, SharedTransientError or RankFailed.
 
     `function` must not communicate, except by calling this."""
     failure = cause = None
@@ -99,13 +108,15 @@ def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
     except Exception as error:
         if getattr(error, "shared", False):  # already raised on every rank
             raise
-        failure, cause = describe_error(error, host=socket.gethostname()), error
+        failure = describe_error(error, host=socket.gethostname())
+        cause = error
     raise_first(gather_objects(failure), cause=cause)
     return result
 
 
 def ask_rank_0(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` on rank 0 and return its result on every rank; an error is raised on all. Collective."""
+    """Call `function` on rank 0 and return its result on every rank; an error is raised on all.
+    Collective."""
     answers: list[tuple[T | None, RankError | None]] = [(None, None)]
     cause = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -123,7 +134,7 @@ def ask_rank_0(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 @contextmanager
 def shared_temporary_path(prefix: str) -> Iterator[Path]:
-    """A temporary directory with the same path on all ranks. Nodes that do not share it may create their own."""
+    """A temporary directory with the same path on all ranks; nodes need not share it."""
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as own:
         path = Path(gather_objects(own)[0])
         try:

@@ -1,10 +1,11 @@
 """All-to-alls between token-sharded and head-sharded tensors (Ulysses), and the rounds of a ring.
 
-Shapes: S tokens of a ring member, s = S / c tokens on this rank, c Ulysses ranks, n head slots per rank, K head dim. In
-the ring functions, T tokens of the sequence, p tokens of a round, m kv slots.
+Shapes: S tokens of a ring member, s = S / c tokens on this rank, c Ulysses ranks, n head slots per
+rank, K head dim. In the ring functions, T tokens of the sequence, p tokens of a round, m kv slots.
 Token-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
-Head-sharded tensors are [S, n, K]: every token, for this rank's heads. Both are laid out in the order in which the
-all-to-all sends and receives, so neither direction needs a copy. On one rank the exchange is the identity.
+Head-sharded tensors are [S, n, K]: every token, for this rank's heads. Both are laid out in the
+order in which the all-to-all sends and receives, so neither direction needs a copy. On one rank the
+exchange is the identity.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ import torch.distributed as dist
 from ithaka.sharding.tokens import RingRound, TokenSharding
 
 SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
-# The names in torch 2.13, or the earlier ones.
+# the names of torch 2.13, or the earlier ones
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Exchange:
-    """An all-to-all in flight. Holds a reference to `send` until `wait`, so that its memory is not reused."""
+    """An all-to-all in flight. Holds a reference to `send` until `wait`, so that its memory is not
+    reused."""
 
     received: torch.Tensor
     send: torch.Tensor | None
@@ -48,7 +50,9 @@ def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exch
     return _start_all_to_all(t_SnK, (c, t_SnK.shape[0] // c, *t_SnK.shape[1:]), group)
 
 
-def _start_all_to_all(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> Exchange:
+def _start_all_to_all(
+    send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup
+) -> Exchange:
     if group.size() == 1:
         return Exchange(send.view(shape), None, None)
     send = send.contiguous()
@@ -61,8 +65,9 @@ def _start_all_to_all(send: torch.Tensor, shape: tuple[int, ...], group: dist.Pr
 
 
 def start_round(t_SmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
-    """Start one ring round: send rows of this member's [S, m, K], receive [p, m, K] from the others."""
-    send = torch.cat([t_SmK[row : row + length] for runs in round_.sent for row, length in runs] or [t_SmK[:0]])
+    """Start a round: send rows of this member's [S, m, K], receive [p, m, K] from the others."""
+    rows = [t_SmK[row : row + length] for runs in round_.sent for row, length in runs]
+    send = torch.cat(rows or [t_SmK[:0]])
     return start_uneven_all_to_all(send, round_.num_sent, round_.num_received, group)
 
 
@@ -74,7 +79,8 @@ def start_return(d_pmK: torch.Tensor, round_: RingRound, group: dist.ProcessGrou
 def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: RingRound) -> None:
     """Add the gradients received through `start_return` to the sums of this member's tokens."""
     runs = [run for runs in round_.sent for run in runs]
-    for (row, length), d in zip(runs, d_pmK.split([length for _, length in runs]), strict=True):
+    pieces = d_pmK.split([length for _, length in runs])
+    for (row, length), d in zip(runs, pieces, strict=True):
         sum_SmK[row : row + length] += d
 
 
@@ -85,7 +91,9 @@ def start_uneven_all_to_all(
     if group.size() == 1:
         return Exchange(send, None, None)
     received = send.new_empty(sum(num_received), *send.shape[1:])
-    work = dist.all_to_all_single(received, send, num_received, num_sent, group=group, async_op=True)
+    work = dist.all_to_all_single(
+        received, send, num_received, num_sent, group=group, async_op=True
+    )
     return Exchange(received, send, work)
 
 

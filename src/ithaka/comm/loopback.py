@@ -1,15 +1,14 @@
 """A process group that runs one process as one rank of N, with collectives as local copies.
 
-Shapes, buffers and kernels are those of a real run; received values are not. They are finite and random, never zero or
-uninitialized, because a GPU's speed depends on its data.
+Shapes, buffers and kernels are those of a real run; received values are not. They are finite and
+random, never zero or uninitialized, because a GPU's speed depends on its data.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ithaka.foreign.torch_distributed import make_work
 from ithaka.phases import count
 
 BACKEND = "loopback"
@@ -27,7 +26,7 @@ class LoopbackGroup(dist.ProcessGroup):
         self._name = name  # C++ stores the name in the backend, which this group does not have
 
     @property
-    def group_name(self) -> Any:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def size(self) -> int:
@@ -55,7 +54,8 @@ class LoopbackGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output, own, opts=None):
         self._count("all-gather", output)
-        output.detach().view(self._size, -1).copy_(own.detach().reshape(1, -1).expand(self._size, -1))
+        row = own.detach().reshape(1, -1)
+        output.detach().view(self._size, -1).copy_(row.expand(self._size, -1))
         return _completed_work([output])
 
     def reduce_scatter_single(self, output, full, opts=None):
@@ -64,9 +64,10 @@ class LoopbackGroup(dist.ProcessGroup):
         return _completed_work([output])
 
     def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
-        """Fill the output with copies of the input: in a ring, a rank may receive more or less than it sends."""
+        """Fill the output with copies of the input; in a ring, their sizes may differ."""
         self._count("all-to-all", own)
-        output, own = output.detach(), own.detach()
+        output = output.detach()
+        own = own.detach()
         if len(own) == 0:
             output.normal_()
         else:
@@ -85,7 +86,9 @@ def start_loopback(num_ranks: int, rank: int = 0) -> None:
     """Initialize torch.distributed with this process as one of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda", "meta"]
+            BACKEND,
+            lambda _, rank, size, __: LoopbackGroup(rank, size),
+            devices=["cpu", "cuda", "meta"],
         )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=num_ranks)
 
@@ -93,5 +96,4 @@ def start_loopback(num_ranks: int, rank: int = 0) -> None:
 def _completed_work(result) -> dist.Work:
     future: Future = Future()
     future.set_result(result)
-    create: Any = getattr(torch._C._distributed_c10d, "_create_work_from_future")  # noqa: B009 (not in the stubs)
-    return create(future)
+    return make_work(future)

@@ -1,4 +1,5 @@
-"""Process groups: data parallel x context parallel, with FSDP2 over the same ranks. No other file creates groups."""
+"""Process groups: data parallel x context parallel, with FSDP2 over the same ranks. No other file
+creates groups."""
 
 import gc
 import os
@@ -15,19 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError, renaming
+from ithaka.foreign.torch_core import configure_allocator
+from ithaka.foreign.torch_distributed import all_groups, set_group_timeout
 from ithaka.layout import RESERVE_BYTES, Layout, check_parallelism
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
+# set by users
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 MAX_FIXED_BYTES = 2**30  # in segments of fixed size, which fragment, without a warning
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's position in the grid of ranks. cp = ring * ulysses ranks share a sequence. A cp group has
-    consecutive ranks, and so has each Ulysses group in it. Ranks at the same position in their Ulysses groups form a
-    ring."""
+    """This process's position in the grid of ranks. cp = ring * ulysses ranks share a sequence. A
+    cp group has consecutive ranks, and so has each Ulysses group in it. Ranks at the same position
+    in their Ulysses groups form a ring."""
 
-    fsdp: DeviceMesh  # parameters are sharded over the last axis and replicated over the first of two
+    fsdp: DeviceMesh  # shards parameters over the last axis, replicates over the first of two
     rank: int
     world_size: int
     cp_group: dist.ProcessGroup
@@ -45,28 +49,42 @@ class Mesh:
 
 
 @renaming({"parallel.": ""})
-def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1) -> Mesh:
+def make_mesh(
+    cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1
+) -> Mesh:
     """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
     FSDP2 shards each of the `replicas` of the model over consecutive ranks."""
     try:
         device = torch.device(device) if device is not None else default_device()
     except RuntimeError:
-        raise ConfigError(f"device={device!r} is not a device of torch; use 'cuda' or 'cpu', or leave it out") from None
+        raise ConfigError(
+            f"device={device!r} is not a device of torch; use 'cuda' or 'cpu', or leave it out"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out")
+        raise ConfigError(
+            f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out"
+        )
     start_process_group(device)
     if device.type == "cuda":
         _reserve_nccl_memory(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
-    axes = {"replicas": replicas, "fsdp": world_size // replicas} if replicas > 1 else {"fsdp": world_size}
-    fsdp = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    grid = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
-    ulysses_group, ring_group = grid.get_group("cp"), SINGLE_RANK
+    dp = world_size // cp
+
+    def make_grid(**axes: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    if replicas > 1:
+        fsdp = make_grid(replicas=replicas, fsdp=world_size // replicas)
+    else:
+        fsdp = make_grid(fsdp=world_size)
+    grid = make_grid(dp=dp, cp=cp)
+    ulysses_group = grid.get_group("cp")
+    ring_group = SINGLE_RANK
     if ring > 1:
-        ring_sizes = (world_size // cp, ring, cp // ring)
-        ring_grid = init_device_mesh(device.type, ring_sizes, mesh_dim_names=("dp", "ring", "ulysses"))
-        ulysses_group, ring_group = ring_grid.get_group("ulysses"), ring_grid.get_group("ring")
+        ring_grid = make_grid(dp=dp, ring=ring, ulysses=cp // ring)
+        ulysses_group = ring_grid.get_group("ulysses")
+        ring_group = ring_grid.get_group("ring")
     return Mesh(
         fsdp,
         dist.get_rank(),
@@ -77,28 +95,34 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
         ulysses_group=ulysses_group,
         ring_group=ring_group,
         dp_rank=grid.get_local_rank("dp"),
-        dp_size=world_size // cp,
+        dp_size=dp,
         device=device,
     )
 
 
-def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
-    """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
-    of_mesh: dict[str, Any] = (
-        {"cp": mesh.cp_size, "ring": mesh.ring_group.size(), "replicas": mesh.replicas} if mesh else {}
-    )
+def resolve_layout(
+    cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None
+) -> Layout:
+    """Return the layout, or one with every technique off. Raises ConfigError for sizes that
+    conflict with it."""
+    of_mesh: dict[str, Any] = {}
+    if mesh:
+        of_mesh = {"cp": mesh.cp_size, "ring": mesh.ring_group.size(), "replicas": mesh.replicas}
     chosen = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value is not None}
-    layout = layout or Layout(**{**of_mesh, **chosen})
-    sizes = {**chosen, **{f"mesh.{name}": value for name, value in of_mesh.items()}}
+    layout = layout or Layout(**(of_mesh | chosen))
+    sizes = chosen | {f"mesh.{name}": value for name, value in of_mesh.items()}
     for name, value in sizes.items():
         field = name.removeprefix("mesh.")
-        if value != (expected := getattr(layout, field)):
-            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; set one of them")
+        expected = getattr(layout, field)
+        if value != expected:
+            raise ConfigError(
+                f"{name}={value} conflicts with layout.{field}={expected}; set one of them"
+            )
     return layout
 
 
 def make_node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
-    """Return the group of this node's ranks, and the group with the same local rank on every node."""
+    """Return the group of this node's ranks, and that of the same local rank on every node."""
     start_process_group(device)
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -112,35 +136,34 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     _use_expandable_segments()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 @cache
 def _use_expandable_segments() -> None:
-    """Let the CUDA allocator grow its segments, unless the user has configured it: segments of fixed size fragment, and
-    a plan that fits may then run out of memory. Not through the environment, which torch may have read already, and
-    child processes inherit."""
+    """Let the CUDA allocator grow its segments, unless the user has configured it: segments of
+    fixed size fragment, and a plan that fits may then run out of memory. Not in the environment,
+    which torch may have read, and children inherit."""
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
-    # Newer versions of torch deprecate the second, older ones lack the first.
-    configure = (
-        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    )
-    configure("expandable_segments:True")
+    configure_allocator("expandable_segments:True")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    if (num_bytes := sum(map(torch.cuda.memory_reserved, devices))) > MAX_FIXED_BYTES:
+    num_bytes = sum(map(torch.cuda.memory_reserved, devices))
+    if num_bytes > MAX_FIXED_BYTES:
         warnings.warn(
-            f"{num_bytes / 2**30:.1f} GiB of GPU memory were allocated before ithaka configured the allocator, and may "
-            "fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+            f"{num_bytes / 2**30:.1f} GiB of GPU memory were allocated before ithaka configured "
+            "the allocator, and may fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in "
+            "the environment",
             stacklevel=2,
         )
 
 
 def _reserve_nccl_memory(device: torch.device) -> None:
-    """Keep the CUDA allocator's cache from filling the GPU, unless the user has limited it, and let NCCL take the
-    default group's memory now: its first all-reduce would be at the end of a forward pass."""
+    """Limit the CUDA allocator's cache, unless the user has, and let NCCL take the default group's
+    memory now: its first all-reduce would be at the end of a forward pass."""
     if torch.cuda.get_per_process_memory_fraction(device.index) == 1:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1 - RESERVE_BYTES / total_bytes, device.index)
@@ -148,13 +171,15 @@ def _reserve_nccl_memory(device: torch.device) -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Set this thread's CUDA device. A new thread starts on GPU 0 and would create a context there."""
+    """Set this thread's CUDA device. A new thread starts on GPU 0 and would create a context
+    there."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def start_process_group(device: torch.device | None = None) -> None:
-    """Initialize torch.distributed from torchrun's variables, or as a single rank, unless it is initialized."""
+    """Initialize torch.distributed from torchrun's variables, or as a single rank, unless it is
+    initialized."""
     if dist.is_initialized():
         return
     device = device or default_device()
@@ -173,17 +198,18 @@ def _warn_about_shared_store(environment: Mapping[str, str]) -> None:
     shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if environment["RANK"] == "0" and restarts != "0" and shares_store:
         warnings.warn(
-            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store still has the "
-            "addresses of the previous ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
+            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store "
+            "still has the addresses of the previous ranks; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
             stacklevel=3,
         )
 
 
 def set_timeouts(seconds: float) -> None:
     """Set the timeout of every group. The defaults are 10 minutes for NCCL and 30 for gloo."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in all_groups():
         if group.size() > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(group, timedelta(seconds=seconds))
 
 
 def free_memory() -> None:
@@ -194,8 +220,8 @@ def free_memory() -> None:
 
 
 def destroy_subgroups() -> None:
-    """Destroy all process groups but the default one, in creation order. Collective: every rank calls it."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    """Destroy all process groups but the default one, in creation order. Collective."""
+    for group in all_groups():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 

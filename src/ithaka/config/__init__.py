@@ -1,8 +1,23 @@
-"""The configuration: typed sections, YAML, dotted overrides, and errors that say how to fix them. Imports no torch."""
+"""The configuration: typed sections, YAML, dotted overrides, and errors that say how to fix them.
+Imports no torch."""
 
-from ithaka.config.embedded import BOS, BYTE_VOCAB, CPU_DEFAULT, EOS, GPU_DEFAULT, PAD, embedded_model
-from ithaka.config.fields import LFS_POINTER, ConfigError, format_value, input_error, parse_count, renaming
-from ithaka.config.load import CONFIG_FORMAT, explicit_settings, load_config, parse_config, to_dict, to_yaml
+from ithaka.config.embedded import (
+    BOS,
+    BYTE_VOCAB,
+    CPU_DEFAULT,
+    EOS,
+    GPU_DEFAULT,
+    PAD,
+    embedded_model,
+)
+from ithaka.config.fields import (
+    LFS_POINTER,
+    ConfigError,
+    format_value,
+    input_error,
+    parse_count,
+    renaming,
+)
 from ithaka.config.paths import (
     PAGE_MARK,
     check_output,
@@ -30,5 +45,13 @@ from ithaka.config.sections import (
     RopeConfig,
     SourceConfig,
     check_effects,
+)
+from ithaka.config.settings_file import (
+    CONFIG_FORMAT,
+    explicit_settings,
+    load_config,
+    parse_config,
+    to_dict,
+    to_yaml,
 )
 from ithaka.config.training import LossConfig, OptimConfig, TrainConfig

@@ -19,12 +19,16 @@ GPU_DEFAULT: dict[str, dict[str, Any]] = {
 }
 
 # Byte-level vocabulary: 256 bytes, then these, padded to a multiple of 8.
-BOS, EOS, PAD, BYTE_VOCAB = 256, 257, 258, 264
+BOS = 256
+EOS = 257
+PAD = 258
+BYTE_VOCAB = 264
 
 
 def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
-    """The Hugging Face `config.json` of an embedded model: small has 2.1M parameters, base 142M. Small has two layers
-    and narrow heads, so that attention dominates at 4096 tokens even on a CPU."""
+    """The Hugging Face `config.json` of an embedded model: small has 2.1M parameters, base 142M.
+    Small has two layers and narrow heads, so that attention dominates at 4096 tokens even on a
+    CPU."""
     small = name == "small"
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -36,8 +40,12 @@ def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
         "num_key_value_heads": 2 if small else 4,
         "head_dim": 32 if small else 128,
         "max_position_embeddings": 2**15 if small else 2**20,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0 if small else 1_000_000.0},
-        "initializer_range": 0.06 if small else 0.02,  # at 0.02, small learns nothing in its first minute
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0 if small else 1_000_000.0,
+        },
+        # at 0.02, small learns nothing in its first minute
+        "initializer_range": 0.06 if small else 0.02,
         "tie_word_embeddings": not small,
         "rms_norm_eps": 1e-5,
         "vocab_size": BYTE_VOCAB,

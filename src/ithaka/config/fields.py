@@ -1,4 +1,5 @@
-"""Typed configuration fields: conversion, limits, and errors that name the field, its value, the rule and a fix."""
+"""Typed configuration fields: conversion, limits, and errors that name the field, its value, the
+rule and a fix."""
 
 import contextlib
 import dataclasses
@@ -22,23 +23,26 @@ from ithaka.exits import ExitCode, TransientError, is_transient
 
 
 class ConfigError(ValueError):
-    """Bad input that the user can fix. The message names the field, its value, the rule and a fix."""
+    """Bad input that the user can fix. The message names the field, its value, the rule and a
+    fix."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
-LFS_POINTER = b"version https://git-lfs"  # the first bytes of a file that `git lfs` did not download
+# the first bytes of a file that `git lfs` did not download
+LFS_POINTER = b"version https://git-lfs"
 
 
 def input_error(message: str, error: BaseException) -> ConfigError | TransientError:
-    """The exception to raise when `error` prevented reading an input: TransientError if a retry may succeed."""
+    """The exception to raise when `error` prevented reading an input: TransientError if a retry may
+    succeed."""
     return TransientError(message) if is_transient(error) else ConfigError(message)
 
 
 @contextlib.contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename settings in errors, for callers that know them by other names: {"parallel.": ""} turns parallel.cp into
-    cp."""
+    """Rename settings in errors, for callers that know them by other names: {"parallel.": ""} turns
+    parallel.cp into cp."""
     try:
         yield
     except ConfigError as error:
@@ -50,29 +54,35 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def setting(default: Any, **limits: float) -> Any:
-    """A dataclass field with limits (ge=1, lt=2) on its numbers; None and strings have no limits."""
+    """A dataclass field with limits (ge=1, lt=2) on its numbers; None and strings have no
+    limits."""
     return dataclasses.field(default=default, metadata=limits)
 
 
 class Section:
-    """Converts and checks every field on construction. `name`: the section's path; `example`: a YAML value for it."""
+    """Converts and checks every field on construction. `name`: the section's path; `example`: a
+    YAML value for it."""
 
     section_name: ClassVar[str] = ""
     section_example: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str = "", example: str = "") -> None:
-        cls.section_name, cls.section_example = name, example
+        cls.section_name = name
+        cls.section_example = example
 
     def __post_init__(self) -> None:
         hints = _type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name = f"{self.section_name}.{field.name}".removeprefix(".")
-            value, hint = getattr(self, field.name), hints[field.name]
+            value = getattr(self, field.name)
+            hint = hints[field.name]
             try:
                 value = _convert(value, hint)
             except _TypeMismatch:
                 units = " (64K is 65536)" if hint is int else ""
-                raise ConfigError(f"{name}={format_value(value)} is not valid; use {_describe(hint)}{units}") from None
+                raise ConfigError(
+                    f"{name}={format_value(value)} is not valid; use {_describe(hint)}{units}"
+                ) from None
             for number in value if isinstance(value, tuple) else (value,):
                 _check_limits(name, number, field.metadata)
             object.__setattr__(self, field.name, value)
@@ -83,7 +93,8 @@ class Section:
         return cls(**values)
 
 
-# What other trainers (transformers, TRL, PEFT, axolotl) call a setting, where the closest name is another one.
+# What other trainers (transformers, TRL, PEFT, axolotl) call a setting, where the closest name is
+# another one.
 USUAL_NAMES = {
     "attn_implementation": "attention.kernel",
     "early_stopping_patience": "train.patience",
@@ -121,7 +132,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 class _TypeMismatch(Exception): ...
 
 
-def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+def _check_limits(name: str, value: object, limits: Mapping[str, float]) -> None:
     if isinstance(value, int | float):
         for limit, bound in limits.items():
             if not getattr(operator, limit)(value, bound):
@@ -130,7 +141,8 @@ def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
 
 def _convert(value: Any, hint: Any) -> Any:
     """Convert `value` to the type `hint`, or raise _TypeMismatch."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    parts = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in parts:
             with contextlib.suppress(_TypeMismatch):
@@ -141,7 +153,8 @@ def _convert(value: Any, hint: Any) -> Any:
         if len(value) == len(parts):
             return tuple(map(_convert, value, parts))
     elif origin is Literal:
-        word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads off and on as booleans
+        # YAML 1.1 reads off and on as booleans
+        word = ("off", "on")[value] if isinstance(value, bool) else value
         if word in parts:
             return word
     elif origin is None and isinstance(value, bool) == (hint is bool):
@@ -169,7 +182,8 @@ def _convert_plain(value: Any, hint: Any) -> Any:
 
 def _describe(hint: Any) -> str:
     """The values that `hint` accepts, for error messages."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    parts = typing.get_args(hint)
     if origin is tuple and Ellipsis not in parts:
         return f"a list of {len(parts)} numbers"
     if origin is tuple:
@@ -181,9 +195,17 @@ def _describe(hint: Any) -> str:
         return f"a list of {'names' if item is str else 'numbers'}"
     if isinstance(hint, type) and issubclass(hint, Section):
         return f"a mapping such as {hint.section_example}"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Path: "a path",
+    }
     names |= {type(None): "null", dict: "a mapping"}
-    return names.get(hint) or " or ".join(part if isinstance(part, str) else _describe(part) for part in parts)
+    return names.get(hint) or " or ".join(
+        part if isinstance(part, str) else _describe(part) for part in parts
+    )
 
 
 def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> None:
@@ -194,12 +216,14 @@ def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> 
             rule = "has no space after the colon, so YAML reads a name"
             raise ConfigError(f"{name}={{{key}}} {rule}; write {{{key.replace(':', ': ', 1)}}}")
         suggestion = suggest_usual_name(key, known, name) or did_you_mean(key, known, f"{name}.")
-        raise ConfigError(f"{name}.{key}={format_value(values[key])} is not a setting; {suggestion}")
+        raise ConfigError(
+            f"{name}.{key}={format_value(values[key])} is not a setting; {suggestion}"
+        )
 
 
 def import_named(setting: str, name: str, kind: str, arguments: tuple[str, ...]) -> Any:
-    """Import `package.module:name`, from an installed package or the working directory. It must accept `arguments`.
-    `kind`, a class or a function, is named in errors."""
+    """Import `package.module:name`, from an installed package or the working directory. It must
+    accept `arguments`. `kind`, a class or a function, is named in errors."""
     fix = f"name a {kind.lower()} as package.module:{kind}, or correct it"
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -207,7 +231,9 @@ def import_named(setting: str, name: str, kind: str, arguments: tuple[str, ...])
         module, _, attribute = name.partition(":")
         named = getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        raise ConfigError(f"{setting}={name} cannot be imported ({type(error).__name__}: {error}); {fix}") from error
+        raise ConfigError(
+            f"{setting}={name} cannot be imported ({type(error).__name__}: {error}); {fix}"
+        ) from error
     try:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
             inspect.signature(named).bind(*arguments)
@@ -218,7 +244,8 @@ def import_named(setting: str, name: str, kind: str, arguments: tuple[str, ...])
 
 
 def suggest_usual_name(key: object, known: Collection[str] = (), section: str = "") -> str | None:
-    """The setting for another trainer's name, of `section` if it has one (`known`); None for any other name."""
+    """The setting for another trainer's name, of `section` if it has one (`known`); None for any
+    other name."""
     if (usual := USUAL_NAMES.get(str(key))) is None:
         return None
     field = usual.partition(".")[2]
@@ -227,20 +254,31 @@ def suggest_usual_name(key: object, known: Collection[str] = (), section: str = 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else "use one of " + ", ".join(prefix + each for each in known)
+    return (
+        f"did you mean {prefix}{close[0]}?"
+        if close
+        else "use one of " + ", ".join(prefix + each for each in known)
+    )
 
 
 def format_value(value: object) -> str:
     """Format a value as YAML has it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items() if each is not None) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        parts = [f"{key}: {format_value(each)}" for key, each in value.items() if each is not None]
+        return "{" + ", ".join(parts) + "}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_count(text: str) -> int | None:
-    """Parse a count such as 128K (128 * 2^10), 1M (2^20), 6.734M (rounded down) or 1_000_000; None if it is not one."""
+    """Parse a count such as 128K (128 * 2^10), 1M (2^20), 6.734M (rounded down) or 1_000_000; None
+    if it is not one."""
     match = re.fullmatch(r"(\d+(?:_\d+)*)(?:(\.\d+)?([KM]))?", text.strip(), re.IGNORECASE)
     if not match:
         return None
     integer, fraction, unit = match.groups(default="")
-    return int(Fraction(integer.replace("_", "") + fraction) * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()])
+    return int(
+        Fraction(integer.replace("_", "") + fraction)
+        * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()]
+    )

@@ -1,5 +1,5 @@
-"""Files and commands of the user: absolute paths, checks of outputs before the work, files that are replaced, and
-commands to print."""
+"""Files and commands of the user: absolute paths, checks of outputs before the work, files that are
+replaced, and commands to print."""
 
 import glob
 import os
@@ -14,8 +14,17 @@ from ithaka.config.fields import ConfigError, input_error
 from ithaka.config.sections import BUILTIN_TEMPLATES
 from ithaka.exits import TransientError, is_disk_full
 
-PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
-_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data", "teacher"}
+# in the <head> of every page that ithaka writes
+PAGE_MARK = '<meta name="generator" content="ithaka">'
+_PATH_KEYS = {
+    "path",
+    "validation_path",
+    "chat_template",
+    "tokenizer",
+    "disk_path",
+    "data",
+    "teacher",
+}
 # Values of these keys that are names, even if there is a file or folder with that name.
 _NOT_PATHS: dict[str, Collection[str]] = {
     "tokenizer": {"bytes"},
@@ -25,15 +34,18 @@ _NOT_PATHS: dict[str, Collection[str]] = {
 
 
 def with_absolute_paths(tree: Any) -> Any:
-    """Make the paths and globs in a `to_dict` tree absolute if they match a file; others may be datasets on the hub,
-    and names such as a built-in template stay names."""
+    """Make the paths and globs in a `to_dict` tree absolute if they match a file; others may be
+    datasets on the hub, and names such as a built-in template stay names."""
     if isinstance(tree, list):
         return [with_absolute_paths(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
     keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
     keys -= {key for key in keys if tree[key] in _NOT_PATHS.get(key, ())}
-    return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
+    return {
+        key: _absolute(value) if key in keys else with_absolute_paths(value)
+        for key, value in tree.items()
+    }
 
 
 def _absolute(name: str) -> str:
@@ -45,8 +57,9 @@ def _absolute(name: str) -> str:
 
 
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
-    """Refuse a file that cannot be written, or a folder that cannot be created or written to; leave no trace. Missing
-    parents of a folder count as creatable. `option` names the path in the message."""
+    """Refuse a file that cannot be written, or a folder that cannot be created or written to; leave
+    no trace. Missing parents of a folder count as creatable. `option` names the path in the
+    message."""
     target = nearest = path.absolute()
     try:
         while not nearest.exists() and (folder or nearest == target):
@@ -55,11 +68,14 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
             nearest = nearest.parent
         if nearest == target and not folder:
             target.open("ab").close()
-        else:  # permission bits are not enough: root has them in /proc, where no file can be created
+        # permission bits are not enough: root has them in /proc, where no file can be created
+        else:
             tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         reason = f"no file can be created in {nearest} ({error.strerror})"
-        raise input_error(f"{option}={path} cannot be written: {reason}; give another path", error) from None
+        raise input_error(
+            f"{option}={path} cannot be written: {reason}; give another path", error
+        ) from None
 
 
 @contextmanager
@@ -71,12 +87,14 @@ def writing_to(option: str, path: Path) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         fix = "free space there, or give another path"
-        raise TransientError(f"{option}={path} cannot be written: the disk is full; {fix}") from error
+        raise TransientError(
+            f"{option}={path} cannot be written: the disk is full; {fix}"
+        ) from error
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace the file at `path`. After a crash it holds the old text or the new text. Follows no symlink: in someone
-    else's directory, it could lead to any of the user's files."""
+    """Replace the file at `path`. After a crash it holds the old text or the new text. Follows no
+    symlink: in someone else's directory, it could lead to any of the user's files."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process
@@ -100,10 +118,17 @@ def sync_directory(path: Path) -> None:
 
 
 def check_output(
-    option: str, path: Path, force: bool, text: str | None = None, *, folder: bool = False, own: Iterable[str] = ()
+    option: str,
+    path: Path,
+    force: bool,
+    text: str | None = None,
+    *,
+    folder: bool = False,
+    own: Iterable[str] = (),
 ) -> None:
-    """`check_writable`; and unless `force`, refuse to replace what a user may have written or edited. A file may be
-    replaced if it is empty, already contains `text`, or is an ithaka page. A folder may contain the names in `own`."""
+    """`check_writable`; and unless `force`, refuse to replace what a user may have written or
+    edited. A file may be replaced if it is empty, already contains `text`, or is an ithaka page. A
+    folder may contain the names in `own`."""
     check_writable(option, path, folder)
     problem = ""
     if folder and path.is_dir():

@@ -1,7 +1,8 @@
 """Every setting, with its type, default, limits and description: one frozen dataclass per section.
 
-Every instance is valid, also one made with `dataclasses.replace`. Checks that need files or the number of ranks are in
-`ithaka.run`. docs/make_reference.py turns the comments above the fields into docs/settings.md.
+Every instance is valid, also one made with `dataclasses.replace`. Checks that need files or the
+number of ranks are in `ithaka.run`. docs/make_reference.py turns the comments above the fields into
+docs/settings.md.
 """
 
 import bisect
@@ -12,60 +13,90 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ithaka.config.fields import ConfigError, Section, check_keys, did_you_mean, format_value, setting
-from ithaka.config.training import EvaluateConfig, LossConfig, OptimConfig, ProfileConfig, TrainConfig
+from ithaka.config.fields import (
+    ConfigError,
+    Section,
+    check_keys,
+    did_you_mean,
+    format_value,
+    setting,
+)
+from ithaka.config.training import (
+    EvaluateConfig,
+    LossConfig,
+    OptimConfig,
+    ProfileConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True)
 class RopeConfig(Section, name="model.rope", example="{theta: 8.0e6}"):
-    """Changes to the model's RoPE, with Hugging Face's names except for type and theta. null: keep or derive it."""
+    """Changes to the model's RoPE, with Hugging Face's names except for type and theta. null: keep
+    or derive it."""
 
     # Scaling method (Hugging Face: rope_type).
     type: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
     # Base frequency (Hugging Face: rope_theta).
     theta: float | None = setting(None, gt=1)
-    # Scaling factor; required for linear, llama3 and yarn. For longrope, null is new length / original length.
+    # Scaling factor; required for linear, llama3 and yarn. For longrope, null is new length /
+    # original length.
     factor: float | None = setting(None, ge=1)
     # Context length before scaling, for llama3, yarn and longrope.
     original_max_position_embeddings: int | None = setting(None, ge=1)
-    # llama3: scale wavelengths above original / low_freq_factor, not below original / high_freq_factor. null: 1 and 4.
+    # llama3: scale wavelengths above original / low_freq_factor, not below original /
+    # high_freq_factor. null: 1 and 4.
     low_freq_factor: float | None = setting(None, gt=0)
     high_freq_factor: float | None = setting(None, gt=0)
-    # yarn: interpolate dimensions with fewer than beta_slow rotations, not those above beta_fast. null: 1 and 32.
+    # yarn: interpolate dimensions with fewer than beta_slow rotations, not those above beta_fast.
+    # null: 1 and 32.
     beta_slow: float | None = setting(None, gt=0)
     beta_fast: float | None = setting(None, gt=0)
-    # longrope: a divisor for each of the head_dim / 2 frequencies. long_factor applies to batches with positions beyond
-    # the original length, short_factor to the others.
+    # longrope: a divisor for each of the head_dim / 2 frequencies. long_factor applies to batches
+    # with positions beyond the original length, short_factor to the others.
     short_factor: tuple[float, ...] | None = setting(None, gt=0)
     long_factor: tuple[float, ...] | None = setting(None, gt=0)
-    # Factor on queries and keys. null: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original)) for longrope.
+    # Factor on queries and keys. null: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) /
+    # ln(original)) for longrope.
     attention_factor: float | None = setting(None, gt=0)
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
-    # A Hugging Face directory with weights, a name on the hub (Qwen/Qwen3-8B, with @REVISION if needed), or a
-    # config.json to train from scratch. null: the embedded model.
+    # A Hugging Face directory with weights, a name on the hub (Qwen/Qwen3-8B, with @REVISION if
+    # needed), or a config.json to train from scratch. null: the embedded model.
     path: Path | None = None
     # Embedded model to train when path is null.
     embedded: Literal["small", "base"] = "small"
     # Compute dtype. auto: bfloat16 with float32 master weights on a GPU, float32 on a CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    # If data.tokenizer has more tokens than the model, add embedding rows, each the mean of the existing ones. Only for
-    # tokens added to the model's own tokenizer; in another tokenizer, the ids mean other tokens.
+    # If data.tokenizer has more tokens than the model, add embedding rows, each the mean of the
+    # existing ones. Only for tokens added to the model's own tokenizer; in another tokenizer, the
+    # ids mean other tokens.
     resize_embeddings: bool = False
-    # Extend the context length: {theta: 8.0e6}, or {type: yarn, factor: 16}. null: the model's own RoPE.
+    # Extend the context length: {theta: 8.0e6}, or {type: yarn, factor: 16}. null: the model's own
+    # RoPE.
     rope: RopeConfig | None = None
 
 
-# Linear modules of a decoder layer that can have an adapter, and modules that can be trained in full with adapters.
-LAYER_LINEARS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Linear modules of a decoder layer that can have an adapter, and modules that can be trained in
+# full with adapters.
+LAYER_LINEARS: tuple[str, ...] = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 SAVEABLE_MODULES: tuple[str, ...] = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
 class AdapterConfig(Section, name="adapter"):
-    """LoRA adapters, configured as in PEFT; all other parameters are frozen. null: train every parameter."""
+    """LoRA adapters, configured as in PEFT; all other parameters are frozen. null: train every
+    parameter."""
 
     # Rank (PEFT: r).
     rank: int = setting(16, ge=1)
@@ -73,34 +104,42 @@ class AdapterConfig(Section, name="adapter"):
     alpha: float = setting(32, gt=0)
     # Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).
     rslora: bool = False
-    # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or 31.self_attn.q_proj.
-    # all-linear: all linear modules of every layer.
+    # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or
+    # 31.self_attn.q_proj. all-linear: all linear modules of every layer.
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     # Modules to train in full: embed_tokens, lm_head.
     modules_to_save: tuple[str, ...] = ()
-    # How the frozen linear modules of layers are stored: in the compute dtype, or in 4 bits (bitsandbytes' nf4 with
-    # double quantization). A bitsandbytes checkpoint keeps its own quantization. mxfp4: experts stay as gpt-oss's files
-    # store them; otherwise they are dequantized.
+    # How the frozen linear modules of layers are stored: in the compute dtype, or in 4 bits
+    # (bitsandbytes' nf4 with double quantization). A bitsandbytes checkpoint keeps its own
+    # quantization. mxfp4: experts stay as gpt-oss's files store them; otherwise they are
+    # dequantized.
     base: Literal["bf16", "nf4", "mxfp4"] = "bf16"
-    # Linear modules that are not quantized, matched like targets. lm_head, embeddings and norms never are.
+    # Linear modules that are not quantized, matched like targets. lm_head, embeddings and norms
+    # never are.
     unquantized: tuple[str, ...] = ("gate", "router")
-    # A PEFT adapter directory to start from. null: new adapters, which leave the model's output unchanged at first.
+    # A PEFT adapter directory to start from. null: new adapters, which leave the model's output
+    # unchanged at first.
     path: Path | None = None
-    # Probability of dropping an element of the adapter's input (PEFT: lora_dropout). The mask is a function of
-    # train.seed, step, module, token and column, so it does not depend on tiles or ranks.
+    # Probability of dropping an element of the adapter's input (PEFT: lora_dropout). The mask is a
+    # function of train.seed, step, module, token and column, so it does not depend on tiles or
+    # ranks.
     dropout: float = setting(0.0, ge=0, lt=1)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         for name in values.keys() & {"dora", "use_dora"}:
             value = format_value(values[name])
-            raise ConfigError(f"adapter.{name}={value}: DoRA is not supported; leave it out to train with LoRA")
+            raise ConfigError(
+                f"adapter.{name}={value}: DoRA is not supported; leave it out to train with LoRA"
+            )
         return super().from_mapping(values)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
-            raise ConfigError("adapter.targets=[] names no module; use all-linear, or names such as q_proj")
+            raise ConfigError(
+                "adapter.targets=[] names no module; use all-linear, or names such as q_proj"
+            )
         for name in self.modules_to_save:
             if name not in SAVEABLE_MODULES:
                 hint = did_you_mean(name, SAVEABLE_MODULES)
@@ -108,23 +147,36 @@ class AdapterConfig(Section, name="adapter"):
 
 
 RecordFormat = Literal[
-    "auto", "messages", "anthropic", "sharegpt", "alpaca", "prompt_completion", "preference", "text", "input_ids"
+    "auto",
+    "messages",
+    "anthropic",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "preference",
+    "text",
+    "input_ids",
 ]
 
 BUILTIN_TEMPLATES = {  # values of data.chat_template: a token that the tokenizer must have
-    "chatml": "<|im_start|>", "llama3": "<|start_header_id|>", "qwen3": "<|im_start|>", "harmony": "<|channel|>",
+    "chatml": "<|im_start|>",
+    "llama3": "<|start_header_id|>",
+    "qwen3": "<|im_start|>",
+    "harmony": "<|channel|>",
     "glm4": "<|assistant|>",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class ReasoningConfig(Section, name="data.reasoning", example="{turns: all}"):
-    """Reasoning of the assistant's messages: reasoning_content, thinking, or <think> in the text."""
+    """Reasoning of the assistant's messages: reasoning_content, thinking, or <think> in the
+    text."""
 
     # Train on the reasoning, with its delimiters. false: it is context only.
     loss: bool = True
-    # all: keep the reasoning of every turn. Where the chat template drops it from earlier turns, as Qwen3's does, each
-    # such turn becomes a sample of its own. last: keep only reasoning after the last user message.
+    # all: keep the reasoning of every turn. Where the chat template drops it from earlier turns, as
+    # Qwen3's does, each such turn becomes a sample of its own. last: keep only reasoning after the
+    # last user message.
     turns: Literal["all", "last"] = "all"
     # Leave out all reasoning.
     drop: bool = False
@@ -132,7 +184,9 @@ class ReasoningConfig(Section, name="data.reasoning", example="{turns: all}"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.drop and (not self.loss or self.turns != "all"):
-            raise ConfigError("data.reasoning.drop=true leaves out all reasoning; remove loss and turns, or drop")
+            raise ConfigError(
+                "data.reasoning.drop=true leaves out all reasoning; remove loss and turns, or drop"
+            )
 
 
 @dataclass(frozen=True)
@@ -141,27 +195,32 @@ class ReadingConfig(Section):
 
     # Field of a record (JSONL, JSON, Parquet, Arrow) that contains the text.
     text_field: str = "text"
-    # Kind of record. auto: by the fields present: messages (OpenAI's or Anthropic's), conversations (ShareGPT), chosen
-    # and rejected (trains on chosen), prompt and completion, instruction and output (Alpaca), input_ids, or text.
+    # Kind of record. auto: by the fields present: messages (OpenAI's or Anthropic's), conversations
+    # (ShareGPT), chosen and rejected (trains on chosen), prompt and completion, instruction and
+    # output (Alpaca), input_ids, or text.
     format: RecordFormat = "auto"
-    # Tokens with a loss; the others are context only. auto: assistant turns of messages, completions, or all tokens.
-    # loss.type=dpo sets it to pairs, loss.teacher=data to teacher.
+    # Tokens with a loss; the others are context only. auto: assistant turns of messages,
+    # completions, or all tokens. loss.type=dpo sets it to pairs, loss.teacher=data to teacher.
     train_on: Literal["auto", "assistant", "completion", "all", "pairs", "teacher"] = "auto"
     # Include the token that ends an assistant turn, a completion or a text in the loss.
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
     bad_records: Literal["refuse", "skip"] = "refuse"
-    # Images, videos, audio and files in messages. refuse: they make a bad record. drop: drop and count them. read:
-    # train a vision-language model on images and videos, whose paths are relative to the record's file.
+    # Images, videos, audio and files in messages. refuse: they make a bad record. drop: drop and
+    # count them. read: train a vision-language model on images and videos, whose paths are relative
+    # to the record's file.
     images: Literal["refuse", "drop", "read"] = "refuse"
-    # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only that of the last
-    # turn, {drop: true} none. null: train on all of it, and refuse records whose reasoning the chat template drops.
+    # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only
+    # that of the last turn, {drop: true} none. null: train on all of it, and refuse records whose
+    # reasoning the chat template drops.
     reasoning: ReasoningConfig | None = None
 
     @property
     def unrolls(self) -> bool:
         """Whether a conversation may become several samples."""
-        return self.reasoning is not None and self.reasoning.turns == "all" and not self.reasoning.drop
+        return (
+            self.reasoning is not None and self.reasoning.turns == "all" and not self.reasoning.drop
+        )
 
 
 @dataclass(frozen=True)
@@ -176,41 +235,52 @@ class SourceConfig(ReadingConfig, name="data.sources", example="{path: a.jsonl, 
 
 @dataclass(frozen=True)
 class DataConfig(ReadingConfig, name="data"):
-    # A file of text, JSONL, JSON or Parquet; a directory or glob of these, or of source code; a datasets.save_to_disk
-    # folder; or a dataset on the Hugging Face hub: hf://org/name, hf://org/name@revision:configuration/split, which is
-    # streamed if it has more than 10 GB of Parquet or JSONL. null: Python's standard library.
+    # A file of text, JSONL, JSON or Parquet; a directory or glob of these, or of source code; a
+    # datasets.save_to_disk folder; or a dataset on the Hugging Face hub: hf://org/name,
+    # hf://org/name@revision:configuration/split, which is streamed if it has more than 10 GB of
+    # Parquet or JSONL. null: Python's standard library.
     path: Path | None = None
     # Several datasets to mix, instead of path: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}].
     sources: tuple[SourceConfig, ...] = ()
     # Validation data, in the same formats. null: hold out validation_fraction of the documents.
     validation_path: Path | None = None
-    # Fraction of the documents to hold out when validation_path is null. They are chosen by their content, so no copy
-    # of one is trained on, in any source or entry of a curriculum.
+    # Fraction of the documents to hold out when validation_path is null. They are chosen by their
+    # content, so no copy of one is trained on, in any source or entry of a curriculum.
     validation_fraction: float = setting(0.02, ge=0, lt=1)
-    # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an embedded model).
+    # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an
+    # embedded model).
     tokenizer: str | None = None
-    # Replaces the tokenizer's chat template: a Jinja file, or a built-in template with tools: chatml, llama3, qwen3,
-    # harmony, glm4. The model's tokenizer should have the special tokens of that template.
+    # Replaces the tokenizer's chat template: a Jinja file, or a built-in template with tools:
+    # chatml, llama3, qwen3, harmony, glm4. The model's tokenizer should have the special tokens of
+    # that template.
     chat_template: Path | None = None
     # Tokens per sequence.
     context: int = setting(4096, ge=2)
-    # Packed documents. apart: attention and positions stay within each document. together: they cross document
-    # boundaries, and a document's first token is predicted from the previous document.
+    # Packed documents. apart: attention and positions stay within each document. together: they
+    # cross document boundaries, and a document's first token is predicted from the previous
+    # document.
     documents: Literal["apart", "together"] = "apart"
-    # Documents longer than context. split: into pieces of at most context tokens. drop: leave them out. refuse: stop
-    # with an error. For conversations, also end: keep the system prompt, the tools and the last turns that fit; turns:
-    # cut between turns, and repeat system prompt and tools in each piece; shorten_tools: see tool_tokens. Pieces that
-    # still exceed the context are split, and pieces without a trained token are left out.
+    # Documents longer than context. split: into pieces of at most context tokens. drop: leave them
+    # out. refuse: stop with an error. For conversations, also end: keep the system prompt, the
+    # tools and the last turns that fit; turns: cut between turns, and repeat system prompt and
+    # tools in each piece; shorten_tools: see tool_tokens. Pieces that still exceed the context are
+    # split, and pieces without a trained token are left out.
     long_documents: Literal["split", "drop", "refuse", "end", "turns", "shorten_tools"] = "split"
-    # For long_documents=shorten_tools: replace the middle of tool outputs above this number of tokens with tool_marker.
+    # For long_documents=shorten_tools: replace the middle of tool outputs above this number of
+    # tokens with tool_marker.
     tool_tokens: int = setting(1024, ge=2)
     tool_marker: str = "\n[...]\n"
 
     def __post_init__(self) -> None:
         if self.sources and self.path is not None:
-            raise ConfigError(f"data.path={self.path} cannot be combined with data.sources; make the path a source")
+            raise ConfigError(
+                f"data.path={self.path} cannot be combined with data.sources; make the path a "
+                "source"
+            )
         if isinstance(self.sources, list | tuple):
-            sources = tuple(self._source(**each) if isinstance(each, dict) else each for each in self.sources)
+            sources = tuple(
+                self._source(**each) if isinstance(each, dict) else each for each in self.sources
+            )
             object.__setattr__(self, "sources", sources)
         super().__post_init__()
 
@@ -221,25 +291,31 @@ class DataConfig(ReadingConfig, name="data"):
     def _source(self, **values: Any) -> SourceConfig:
         if self.sources and values.get("path") is None:
             raise ConfigError(f"data.sources={format_value(values)} has no path; add one")
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(ReadingConfig)}
+        shared = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ReadingConfig)
+        }
         return SourceConfig.from_mapping(shared | values)
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Section, name="parallel"):
-    # Local ranks to start: at most one per GPU, or 4 per CPU core. auto: one per GPU, or 2 on a CPU. Ignored under
-    # torchrun, which has its own number of ranks.
+    # Local ranks to start: at most one per GPU, or 4 per CPU core. auto: one per GPU, or 2 on a
+    # CPU. Ignored under torchrun, which has its own number of ranks.
     ranks: int | Literal["auto"] = setting("auto", ge=1)
-    # Context parallelism: ranks that share a sequence. The rest is data parallelism: each group of cp ranks has
-    # train.batch sequences per micro-step. all: every rank. auto: as planned; without a plan, every rank.
+    # Context parallelism: ranks that share a sequence. The rest is data parallelism: each group of
+    # cp ranks has train.batch sequences per micro-step. all: every rank. auto: as planned; without
+    # a plan, every rank.
     cp: int | Literal["auto", "all"] = setting("auto", ge=1)
-    # Number of Ulysses groups among the cp ranks. Ranks of a group exchange tokens for heads; k and v travel around a
-    # ring between groups. auto: as planned; without a plan, the smallest ring that leaves each rank a head.
+    # Number of Ulysses groups among the cp ranks. Ranks of a group exchange tokens for heads; k and
+    # v travel around a ring between groups. auto: as planned; without a plan, the smallest ring
+    # that leaves each rank a head.
     ring: int | Literal["auto"] = setting("auto", ge=1)
-    # Copies of the parameters. 1 shards them over all ranks; the number of nodes shards them within each node, which
-    # takes more memory and less network traffic. auto: as planned; without a plan, 1.
+    # Copies of the parameters. 1 shards them over all ranks; the number of nodes shards them within
+    # each node, which takes more memory and less network traffic. auto: as planned; without a plan,
+    # 1.
     replicas: int | Literal["auto"] = setting("auto", ge=1)
-    # Query heads per attention stage, over the cp / ring ranks of a group; fewer take less memory. all: plain Ulysses.
+    # Query heads per attention stage, over the cp / ring ranks of a group; fewer take less memory.
+    # all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", ge=1)
 
     def cp_of(self, num_ranks: int) -> int:
@@ -248,31 +324,37 @@ class ParallelConfig(Section, name="parallel"):
 
 @dataclass(frozen=True)
 class MemoryConfig(Section, name="memory"):
-    # Layers to checkpoint, counted from the first; the others keep all activations. full: all layers. none: no layer.
+    # Layers to checkpoint, counted from the first; the others keep all activations. full: all
+    # layers. none: no layer.
     checkpoint: int | Literal["none", "full"] = setting("full", ge=0)
     # Offload the activations kept for backward. none: keep them on the device.
     offload: Literal["none", "host", "disk"] = "none"
-    # Layers, counted from the last, whose inputs stay on the device, for hosts or disks without room for all.
+    # Layers, counted from the last, whose inputs stay on the device, for hosts or disks without
+    # room for all.
     keep_inputs: int | Literal["none"] = setting("none", ge=0)
     # Local tokens per tile of norms, projections and MLP; the loss uses a quarter. all: one tile.
     tile_tokens: int | Literal["all"] = setting(8192, ge=1)
-    # Layers, counted from the last, that keep the attention output instead of recomputing it in backward.
+    # Layers, counted from the last, that keep the attention output instead of recomputing it in
+    # backward.
     keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
     # Where to keep these outputs. null: as memory.offload.
     attention_offload: Literal["none", "host", "disk"] | None = None
-    # Layers, counted from the last, that also keep q, k and v: all but the activations after attention.
+    # Layers, counted from the last, that also keep q, k and v: all but the activations after
+    # attention.
     keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
-    # Dtype of layer inputs and kept attention outputs in host memory and on disk. float8 halves their bytes, but rounds
-    # gradients (`ithaka verify` prints their error), and needs compute capability 8.9. Layers that keep attention keep
-    # their input in full. null: the compute dtype.
+    # Dtype of layer inputs and kept attention outputs in host memory and on disk. float8 halves
+    # their bytes, but rounds gradients (`ithaka verify` prints their error), and needs compute
+    # capability 8.9. Layers that keep attention keep their input in full. null: the compute dtype.
     stored_dtype: Literal["float8"] | None = None
-    # Overlap communication and copies with computation, which takes more memory. Use false for the longest sequences.
+    # Overlap communication and copies with computation, which takes more memory. Use false for the
+    # longest sequences.
     overlap: bool = True
     # Keep parameters, gradients and optimizer state in host memory, and update them there.
     offload_optimizer: bool = False
     # Directory for disk offload. null: the system's temporary directory.
     disk_path: Path | None = None
-    # auto: on a known GPU, the planner chooses every parallel and memory setting that is not set. off: use defaults.
+    # auto: on a known GPU, the planner chooses every parallel and memory setting that is not set.
+    # off: use defaults.
     plan: Literal["auto", "off"] = "auto"
 
 
@@ -296,7 +378,8 @@ class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200
     rope: RopeConfig | None = None
     # Changes to the data section, such as {sources: [...]}. A new dataset is read from its start.
     data: dict | None = None
-    # Changes to the optim section; starts a schedule over this entry's steps. null: the run's schedule continues.
+    # Changes to the optim section; starts a schedule over this entry's steps. null: the run's
+    # schedule continues.
     optim: dict | None = None
 
     def __post_init__(self) -> None:
@@ -304,12 +387,18 @@ class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200
         check_keys(self.data or {}, DataConfig, "curriculum.data")
         check_keys(self.optim or {}, OptimConfig, "curriculum.optim")
         if "name" in (self.optim or {}):
-            raise ConfigError("curriculum.optim.name: a run has one optimizer; set optim.name instead")
+            raise ConfigError(
+                "curriculum.optim.name: a run has one optimizer; set optim.name instead"
+            )
         for name in ("context", "steps"):
             if getattr(self, name) is None:
-                raise ConfigError(f"curriculum has an entry without {name}; add it: {self.section_example}")
+                raise ConfigError(
+                    f"curriculum has an entry without {name}; add it: {self.section_example}"
+                )
         if "context" in (self.data or {}):
-            raise ConfigError("curriculum.data.context has no effect; set context of the entry instead")
+            raise ConfigError(
+                "curriculum.data.context has no effect; set context of the entry instead"
+            )
 
 
 @dataclass(frozen=True)
@@ -325,8 +414,9 @@ class Config(Section):
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    # Several lengths in one run: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope: {theta: 1.3e8}}]. Each
-    # entry has its own plan; weights, optimizer state and learning-rate schedule carry over.
+    # Several lengths in one run: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope:
+    # {theta: 1.3e8}}]. Each entry has its own plan; weights, optimizer state and learning-rate
+    # schedule carry over.
     curriculum: tuple[EntryConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -336,12 +426,24 @@ class Config(Section):
             self._set_train_on("pairs")
         elif self.loss.is_stored:
             if self.data.long_documents in ("end", "turns", "shorten_tools"):
-                rule = f"data.long_documents={self.data.long_documents} cannot be combined with loss.teacher=data"
-                raise ConfigError(f"{rule}: stored predictions cannot be cut; use split, drop or refuse")
+                rule = (
+                    f"data.long_documents={self.data.long_documents} cannot be combined with "
+                    "loss.teacher=data"
+                )
+                raise ConfigError(
+                    f"{rule}: stored predictions cannot be cut; use split, drop or refuse"
+                )
             self._set_train_on("teacher")
-        elif self.loss.type == "distill" and self.adapter and self.adapter.modules_to_save and not self.loss.teacher:
+        elif (
+            self.loss.type == "distill"
+            and self.adapter
+            and self.adapter.modules_to_save
+            and not self.loss.teacher
+        ):
             rule = "adapter.modules_to_save cannot be combined with loss.teacher=null"
-            raise ConfigError(f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path")
+            raise ConfigError(
+                f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path"
+            )
         chosen: set[str] = {each.train_on for each in self.data.all_sources()}
         if "pairs" in chosen and self.loss.type != "dpo":
             raise ConfigError("data.train_on=pairs needs loss.type=dpo; leave it out")
@@ -350,27 +452,43 @@ class Config(Section):
 
     def _set_train_on(self, value: Literal["pairs", "teacher"]) -> None:
         sources = [dataclasses.replace(source, train_on=value) for source in self.data.sources]
-        object.__setattr__(self, "data", dataclasses.replace(self.data, train_on=value, sources=tuple(sources)))
+        object.__setattr__(
+            self, "data", dataclasses.replace(self.data, train_on=value, sources=tuple(sources))
+        )
 
     def _check_dpo(self) -> None:
         """Refuse what does not combine with pairs."""
-        data, adapter = self.data, self.adapter
-        sides = sorted({each.train_on for each in data.all_sources()} - {"auto", "completion", "pairs"})
+        data = self.data
+        adapter = self.adapter
+        sides = sorted(
+            {each.train_on for each in data.all_sources()} - {"auto", "completion", "pairs"}
+        )
         refused = {
-            f"data.train_on={', '.join(sides)}": (bool(sides), "DPO trains on completions; leave it out"),
-            "data.documents=together": (data.documents == "together", "answers must not see each other; use apart"),
+            f"data.train_on={', '.join(sides)}": (
+                bool(sides),
+                "DPO trains on completions; leave it out",
+            ),
+            "data.documents=together": (
+                data.documents == "together",
+                "answers must not see each other; use apart",
+            ),
             f"data.long_documents={data.long_documents}": (
-                data.long_documents in ("end", "turns", "shorten_tools"), "pairs are not cut; use drop or refuse",
+                data.long_documents in ("end", "turns", "shorten_tools"),
+                "pairs are not cut; use drop or refuse",
             ),
             "curriculum": (bool(self.curriculum), "leave it out"),
             "adapter.path": (
                 bool(adapter and adapter.path),
-                "the reference is the model without any adapter; merge it first, with `ithaka export --merge`",
+                (
+                    "the reference is the model without any adapter; merge it first, with `ithaka "
+                    "export --merge`"
+                ),
             ),
             "adapter.modules_to_save": (
-                bool(adapter and adapter.modules_to_save), "the reference needs their initial weights; leave it out",
+                bool(adapter and adapter.modules_to_save),
+                "the reference needs their initial weights; leave it out",
             ),
-        }  # fmt: skip
+        }
         for name, (is_set, fix) in refused.items():
             if is_set:
                 raise ConfigError(f"{name} cannot be combined with loss.type=dpo: {fix}")
@@ -378,7 +496,9 @@ class Config(Section):
     @property
     def ends(self) -> list[int]:
         """The last step of each curriculum entry, or of the run if there is no curriculum."""
-        return list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum)) or [self.train.steps]
+        return list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum)) or [
+            self.train.steps
+        ]
 
     @property
     def entry(self) -> int:
@@ -405,10 +525,14 @@ class Config(Section):
         if not self.curriculum:
             return self
         index = min(bisect.bisect_right(self.ends, step), len(self.ends) - 1)
-        model, data, optim = self.model, self.data, self.optim
+        model = self.model
+        data = self.data
+        optim = self.optim
         for entry in self.curriculum[: index + 1]:
             changes = entry.data or {}
-            replaced: dict[str, Any] = {"path": None, "sources": ()} if {"path", "sources"} & {*changes} else {}
+            replaced: dict[str, Any] = (
+                {"path": None, "sources": ()} if {"path", "sources"} & {*changes} else {}
+            )
             data = dataclasses.replace(data, **{**replaced, **changes, "context": entry.context})
             model = dataclasses.replace(model, rope=entry.rope or model.rope)
         if entry.optim:
@@ -418,20 +542,35 @@ class Config(Section):
         return dataclasses.replace(self, train=train, data=data, model=model, optim=optim)
 
 
-SECTIONS: dict[str, type[Section]] = {section.section_name: section for section in (
-    ModelConfig, AdapterConfig, DataConfig, ParallelConfig, MemoryConfig, AttentionConfig, OptimConfig, LossConfig,
-    TrainConfig, ProfileConfig, EvaluateConfig)}  # fmt: skip
+SECTIONS: dict[str, type[Section]] = {
+    section.section_name: section
+    for section in (
+        ModelConfig,
+        AdapterConfig,
+        DataConfig,
+        ParallelConfig,
+        MemoryConfig,
+        AttentionConfig,
+        OptimConfig,
+        LossConfig,
+        TrainConfig,
+        ProfileConfig,
+        EvaluateConfig,
+    )
+}
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
-    """Refuse memory settings that would have no effect. `settings` maps names (memory.offload) to the known values."""
+    """Refuse memory settings that would have no effect. `settings` maps names (memory.offload) to
+    the known values."""
     for cause, other, idle_keys in (
         ("memory.checkpoint", "full", ("keep_attention", "keep_projections")),
         ("memory.keep_attention", "all", ("attention_offload",)),
         ("memory.offload", "host", ("keep_inputs",)),
     ):
         for key in idle_keys if settings.get(cause) in ("none", 0) else ():
-            name, default = f"memory.{key}", getattr(MemoryConfig, key)
+            name = f"memory.{key}"
+            default = getattr(MemoryConfig, key)
             if (value := settings.get(name, default)) not in (default, "all"):
                 rule = f"{name}={format_value(value)} has no effect with {cause}={settings[cause]}"
                 raise ConfigError(f"{rule}; use {cause}={other}, or {name}={format_value(default)}")

@@ -11,7 +11,9 @@ def format_count(value: float) -> str:
     """12345 -> '12.3K'."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if value >= unit:
-            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
+            return (
+                f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
+            )
     return f"{value:.3g}"
 
 
@@ -21,7 +23,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def format_tokens(count: int) -> str:
-    return f"{count / 2**20:.4g}M" if count >= 2**20 else f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
+    if count >= 2**20:
+        return f"{count / 2**20:.4g}M"
+    return f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
 
 
 def format_rate(per_second: float) -> str:
@@ -45,8 +49,9 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-def format_json(values: Any, **options: Any) -> str:
-    """JSON with null for NaN and infinities: Python writes them as NaN and Infinity, which browsers reject."""
+def format_json(values: object, **options: Any) -> str:
+    """JSON with null for NaN and infinities: Python writes them as NaN and Infinity, which browsers
+    reject."""
     try:
         return json.dumps(values, allow_nan=False, **options)
     except ValueError:
@@ -62,17 +67,21 @@ def unbroken(text: str) -> str:
 
 
 def wrap(text: str, first: str = "", rest: str = "", end: str = "") -> list[str]:
-    """Lines of at most LINE_WIDTH, broken after a colon, or else a comma, where there is one. `first`, `rest`: indents.
-    `end`: of each line but the last."""
-    lines, indent = [], first
+    """Lines of at most LINE_WIDTH, broken after a colon, or else a comma, where there is one.
+    `first`, `rest`: indents. `end`: of each line but the last."""
+    lines = []
+    indent = first
     while (room := LINE_WIDTH - len(indent)) < len(text):
         breaks = [i for i in range(1, room - len(end) + 1) if text[i] == " "]
         if not breaks:
             break
-        after = {marks: [i for i in breaks if text[i - 1] in marks and i > room / 3] for marks in (";:.", ",")}
-        at = max(after[";:."] or after[","] or breaks)
+        late = [i for i in breaks if i > room / 3]
+        after_clauses = [i for i in late if text[i - 1] in ";:."]
+        after_commas = [i for i in late if text[i - 1] == ","]
+        at = max(after_clauses or after_commas or breaks)
         lines.append(f"{indent}{text[:at]}{end}")
-        text, indent = text[at + 1 :], rest
+        text = text[at + 1 :]
+        indent = rest
     return [line.replace("\0", " ") for line in (*lines, indent + text)]
 
 

@@ -1,31 +1,135 @@
-"""Batches: packed sequences as tensors for the model."""
+"""From segments to tensors: the tokens of a packed sequence, and batches for the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ithaka.data.pack import PackedSequence, join_teachers
+from ithaka.data.documents.images import Medium
+from ithaka.data.pack import (
+    IMAGE_BASE,
+    NODE_DTYPE,
+    Documents,
+    PackedSequence,
+    join_teachers,
+)
 from ithaka.layer.loss import IGNORE_INDEX
 
 
+def concatenate(
+    segments: np.ndarray,
+    shards: Sequence[Documents],
+    context: int,
+    pad_id: int,
+    image_ids: Mapping[str, int],
+    documents_together: bool = False,
+) -> PackedSequence:
+    """Concatenate the tokens of `segments`, and pad. `image_ids`: by kind of medium."""
+    lengths = segments["length"]
+    ends = lengths.cumsum()
+    length = int(lengths.sum())
+    tokens_S = np.full(context, pad_id, dtype=np.int32)
+    images: list[Medium] = []
+    for (shard, _, low, num), end in zip(segments.tolist(), ends.tolist(), strict=True):
+        documents = shards[shard]
+        own = tokens_S[end - num : end]
+        own[:] = documents.tokens[low : low + num]
+        if documents.images:
+            images += _insert_image_ids(own, documents.images, image_ids)
+    teacher = None
+    if len(segments) and shards[segments["shard"][0]].teacher is not None:  # then all have one
+        columns = []
+        for shard, _, low, num in segments.tolist():
+            column = shards[shard].teacher
+            assert column is not None
+            columns.append(column[low : low + num])
+        padding = np.empty((context - length, 2, 0), np.int32)
+        teacher = join_teachers([*columns, padding])
+    return PackedSequence(
+        tokens_S,
+        ends - lengths if len(segments) else np.zeros(1, np.int64),
+        length,
+        segments["source"],
+        documents_together,
+        images=tuple(images),
+        teacher=teacher,
+    )
+
+
+def _insert_image_ids(
+    tokens: np.ndarray, images: Sequence[Medium], ids: Mapping[str, int]
+) -> list[Medium]:
+    """Replace the numbers of images (see `mark_images`) by ids, and return these images."""
+    is_image = tokens <= ~IMAGE_BASE
+    numbers, inverse = np.unique(~tokens[is_image] - IMAGE_BASE, return_inverse=True)
+    found = [images[i] for i in numbers]
+    tokens[is_image] = np.array([~ids[image.kind] for image in found], np.int32)[inverse]
+    return found
+
+
+def split_forests(
+    sequence: PackedSequence, segments: np.ndarray, shards: Sequence[Documents]
+) -> PackedSequence:
+    """Replace each forest, which is one segment, by its nodes."""
+    if not len(segments):
+        return sequence
+    nodes: list[np.ndarray] = []
+    sources: list[int] = []
+    num_nodes = 0
+    num_samples = 0
+    for (shard, source, low, length), start in zip(
+        segments.tolist(), sequence.starts.tolist(), strict=True
+    ):
+        known = shards[shard].nodes
+        first, last = np.searchsorted(known["start"], [low, low + length])
+        own = known[first:last].copy()
+        if not len(own):  # a document is a forest of one node
+            own = np.array([(low, -1, 0)], NODE_DTYPE)
+        own["start"] += start - low
+        own["parent"] += np.where(own["parent"] >= 0, num_nodes, 0)
+        own["sample"] += num_samples
+        num_nodes += len(own)
+        num_samples = int(own["sample"].max()) + 1
+        sources += [source] * len(own)
+        nodes.append(own)
+    joined = np.concatenate(nodes)
+    return replace(
+        sequence,
+        starts=joined["start"],
+        sources=np.array(sources),
+        parents=joined["parent"],
+        samples=joined["sample"],
+    )
+
+
 class Batch(NamedTuple):
-    """Tensors int64 [B, S] on the CPU. labels are not shifted, and -100 where ignored, as in Hugging Face."""
+    """Tensors int64 [B, S] on the CPU. labels are not shifted, and -100 where ignored."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     document_ids: torch.Tensor
-    source_ids: torch.Tensor | None = None  # indices into TrainData.source_names; None if there is one source
-    parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
-    sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
-    images: Mapping[str, Any] = {}  # pixels and sizes of images and videos, as arguments of the model
-    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # stored ids and log-probabilities, [B, S, k]
+    # indices into TrainData.source_names; None if there is one source
+    source_ids: torch.Tensor | None = None
+    # document_ids of parents, or -1; None: no document has a parent
+    parents: torch.Tensor | None = None
+    # at labels, if samples are pairs: 2 * pair, + 1 for rejected
+    sample_ids: torch.Tensor | None = None
+    # pixels and sizes of images and videos, as arguments of the model
+    images: Mapping[str, Any] = {}
+    # stored ids and log-probabilities, [B, S, k]
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for the model."""
-        inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids, **self.images}
+        inputs = {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "document_ids": self.document_ids,
+            **self.images,
+        }
         return inputs if self.parents is None else inputs | {"parents": self.parents}
 
     @property
@@ -40,20 +144,27 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
     def stack(column: Callable[[PackedSequence], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack([column(sequence) for sequence in sequences]))
 
-    batch = Batch(stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids))
+    batch = Batch(
+        stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids)
+    )
     if with_sources:
         batch = batch._replace(source_ids=stack(PackedSequence.source_ids))
     if any(sequence.teacher is not None for sequence in sequences):
         blank = np.empty((len(sequences[0].tokens), 2, 0), np.int32)
-        columns = join_teachers([blank if sequence.teacher is None else sequence.teacher for sequence in sequences])
+        columns = join_teachers(
+            [blank if sequence.teacher is None else sequence.teacher for sequence in sequences]
+        )
         ids, bits = torch.from_numpy(columns).unflatten(0, batch.labels.shape).unbind(2)
         batch = batch._replace(teacher=(ids.long(), bits.contiguous().view(torch.float32)))
     if all(sequence.parents is None for sequence in sequences):
         return batch
-    parents_BN, samples_BN = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)
+    parents_BN = stack(PackedSequence.parent_ids)
+    samples_BN = stack(PackedSequence.sample_ids)
     counts_B = samples_BN.amax(1) + 1
     samples_BN += torch.where(samples_BN >= 0, (counts_B.cumsum(0) - counts_B)[:, None], 0)
-    return batch._replace(parents=parents_BN if (parents_BN >= 0).any() else None, sample_ids=samples_BN)
+    return batch._replace(
+        parents=parents_BN if (parents_BN >= 0).any() else None, sample_ids=samples_BN
+    )
 
 
 def num_valid(labels: torch.Tensor) -> int:

@@ -1,10 +1,11 @@
-"""Tokenize each document once per run, into one file per shard that every rank maps into memory. Nodes that share the
-run directory share the files.
+"""Tokenize each document once per run, into one file per shard that every rank maps into memory.
+Nodes that share the run directory share the files.
 
-The files are in the run directory and are removed after the last step, those of streamed data as soon as they are
-read. Their names hash the tokenizer and the data files' paths, sizes and modification times, so changed data is
-tokenized again. Hashing contents instead would mean reading all the data before the first step. The rank that finds the
-data decides the names: on other nodes, copies of the files have other times and paths.
+The files are in the run directory and are removed after the last step, those of streamed data as
+soon as they are read. Their names hash the tokenizer and the data files' paths, sizes and
+modification times, so changed data is tokenized again. Hashing contents instead would mean reading
+all the data before the first step. The rank that finds the data decides the names: on other nodes,
+copies of the files have other times and paths.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -38,14 +39,16 @@ CACHE_FORMAT = 9  # increase it if other code gives other tokens
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
 TIMEOUT_S = 600.0  # without progress by the rank that tokenizes
 PROGRESS_S = 5.0  # at most this often, the rank that tokenizes shows that it does
-POLL_S = 0.02  # between looks of a waiting rank at first; then POLL_SHARE of its wait, up to POLL_MAX_S
-POLL_SHARE, POLL_MAX_S = 0.1, 2.0
+# Between looks of a waiting rank: first POLL_S, then POLL_SHARE of its wait, up to POLL_MAX_S.
+POLL_S = 0.02
+POLL_SHARE = 0.1
+POLL_MAX_S = 2.0
 CHECK_S = 5.0  # between looks for errors and progress
 
 
 def decide_fills(directory: Path) -> bool:
-    """Return whether this process tokenizes: rank 0, and the first rank of each node that does not see rank 0's files.
-    Collective."""
+    """Return whether this process tokenizes: rank 0, and the first rank of each node that does not
+    see rank 0's files. Collective."""
     own_nodes = gather_objects(is_local_rank_0())
     if sum(own_nodes) == 1:
         return is_local_rank_0()
@@ -62,24 +65,31 @@ def decide_fills(directory: Path) -> bool:
 
 
 class TokenCache:
-    """The tokens of each shard. One process per directory `fills` the cache; the others wait for its files."""
+    """The tokens of each shard. One process per directory `fills` it; others wait for its files."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, fills: bool = True):
-        self.directory, self.tokenizer, self.fills, self.closed = directory, tokenizer, fills, False
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.fills = fills
+        self.closed = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._futures: dict[Path, Future[None]] = {}
-        for stale in self.directory.glob("*.failed") if fills else ():
-            stale.unlink(missing_ok=True)
+        if fills:
+            for stale in self.directory.glob("*.failed"):
+                stale.unlink(missing_ok=True)
 
     def prepare(self, shards: Iterable[Shard]) -> None:
         """Tokenize these shards in the background."""
-        for shard in shards if self.fills else ():
+        if not self.fills:
+            return
+        for shard in shards:
             path = self._path(shard)
             if path not in self._futures and not path.exists():
                 self._futures[path] = self._executor.submit(self._write, shard, path)
 
     def load(self, shard: Shard) -> Documents:
-        """Return the documents of a shard, once it is tokenized. Errors in the data are raised here, on all ranks."""
+        """Return the documents of a shard, once it is tokenized. Errors in the data are raised
+        here, on all ranks."""
         path = self._path(shard)
         future = self._futures.pop(path, None)
         if not self.fills:
@@ -91,8 +101,10 @@ class TokenCache:
         return _map_file(path)
 
     def evict(self, shards: Iterable[Shard]) -> None:
-        """Delete the tokens of these shards. They are tokenized again if another epoch needs them."""
-        for path in [self._path(shard) for shard in shards] if self.fills else []:
+        """Delete the tokens of these shards. Another epoch tokenizes them again."""
+        if not self.fills:
+            return
+        for path in map(self._path, shards):
             path.unlink(missing_ok=True)
             path.with_suffix(".npy").unlink(missing_ok=True)
 
@@ -107,7 +119,9 @@ class TokenCache:
     def _wait(self, path: Path, shard: Shard) -> None:
         """Wait for another process to write `path`; raise its error if it fails."""
         start_s = time.monotonic()
-        last_change, last_progress_s, checked_s = 0, start_s, -math.inf
+        last_change = 0
+        last_progress_s = start_s
+        checked_s = -math.inf
         while not path.exists():
             now_s = time.monotonic()
             wait_s = max(POLL_S, min(POLL_SHARE * (now_s - start_s), POLL_MAX_S))
@@ -115,7 +129,9 @@ class TokenCache:
                 checked_s = now_s
                 with contextlib.suppress(FileNotFoundError):
                     code, _, message = path.with_suffix(".failed").read_text().partition(" ")
-                    raise TransientError(message) if int(code) == ExitCode.TRANSIENT else ConfigError(message)
+                    if int(code) == ExitCode.TRANSIENT:
+                        raise TransientError(message)
+                    raise ConfigError(message)
                 with contextlib.suppress(FileNotFoundError):
                     change = self.directory.stat().st_mtime_ns
                     if change != last_change:
@@ -123,9 +139,9 @@ class TokenCache:
                         last_progress_s = now_s
             if self.closed or now_s - last_progress_s > TIMEOUT_S:
                 raise TransientError(
-                    f"{shard.parts[0].file.path} was not tokenized: the first rank of this node (or of all) wrote "
-                    f"nothing to {self.directory} for {TIMEOUT_S:.0f} s; check its log, and that "
-                    "all ranks see this directory"
+                    f"{shard.parts[0].file.path} was not tokenized: the first rank of this node "
+                    f"(or of all) wrote nothing to {self.directory} for {TIMEOUT_S:.0f} s; check "
+                    "its log, and that all ranks see this directory"
                 )
             time.sleep(wait_s)
 
@@ -148,10 +164,11 @@ class TokenCache:
         except Exception as error:
             if isinstance(error, OSError) or is_transient(error):
                 message = (
-                    f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); restore "
-                    "the file, free disk space, or set another train.run_dir"
+                    f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written "
+                    f"({error}); restore the file, free disk space, or set another train.run_dir"
                 )
-                # A missing file existed when the run started. If it is gone for good, the restart reports that.
+                # A missing file existed when the run started. If it is gone for good, the restart
+                # reports that.
                 is_missing = isinstance(error, FileNotFoundError)
                 error = TransientError(message) if is_missing else input_error(message, error)
             code = ExitCode.TRANSIENT if is_transient(error) else ExitCode.WRONG_INPUT
@@ -161,15 +178,20 @@ class TokenCache:
             raise error
 
     def _write_tokens(self, shard: Shard, file: BinaryIO, path: Path) -> None:
-        """Write tokens (int32), document lengths, encoded turns, starts of further samples and digests of documents
-        (int64), counts of skipped documents and of notes, images (JSON), and a footer (int64): bytes of JSON, numbers
-        of documents, turns and samples. A teacher's columns have a file of their own."""
-        lengths, skipped, notes = [], Counter[str](), Counter[str]()
+        """Write tokens (int32), document lengths, encoded turns, starts of further samples and
+        digests of documents (int64), counts of skipped documents and of notes, images (JSON), and a
+        footer (int64): bytes of JSON, numbers of documents, turns and samples. A teacher's columns
+        have a file of their own."""
+        lengths: list[int] = []
         turns: list[int] = []
         samples: list[int] = []
+        digests: list[hashlib.blake2b] = []
+        skipped = Counter[str]()
+        notes = Counter[str]()
         images: list[Medium] = []
-        num_tokens, is_new, teachers = 0, True, list[np.ndarray]()
-        digests: list[Any] = []
+        teachers: list[np.ndarray] = []
+        num_tokens = 0
+        is_new = True  # whether a document starts
         shown_s = -math.inf
         for part in tokenize(shard, self.tokenizer):
             if time.monotonic() - shown_s >= PROGRESS_S:
@@ -181,14 +203,19 @@ class TokenCache:
                 continue
             tokens = part.tokens
             if part.images:
-                tokens = mark_images(tokens, part.images, self.tokenizer.images.ids.values(), len(images))
+                ids = self.tokenizer.images.ids.values()
+                tokens = mark_images(tokens, part.images, ids, len(images))
                 images += part.images
             file.write(tokens.tobytes())
-            teachers += [] if part.teacher is None else [part.teacher]
-            lengths += [0] if is_new else []
-            digests += [hashlib.blake2b(digest_size=8)] if is_new else []
-            digests[-1].update(part.tokens.tobytes() + repr([image.source for image in part.images]).encode())
-            samples += [num_tokens] if part.is_start and not is_new else []
+            if part.teacher is not None:
+                teachers.append(part.teacher)
+            if is_new:
+                lengths.append(0)
+                digests.append(hashlib.blake2b(digest_size=8))
+            elif part.is_start:
+                samples.append(num_tokens)
+            sources = repr([image.source for image in part.images])
+            digests[-1].update(part.tokens.tobytes() + sources.encode())
             lengths[-1] += len(part.tokens)
             is_new = False
             turns += [encode_turn(num_tokens + start, role) for start, role in part.turns]
@@ -199,13 +226,14 @@ class TokenCache:
         counts = json.dumps([skipped, notes, images]).encode()
         file.write(np.asarray([*lengths, *turns, *samples], np.int64).tobytes())
         file.write(b"".join(digest.digest() for digest in digests) + counts)
-        file.write(np.asarray([len(counts), len(lengths), len(turns), len(samples)], np.int64).tobytes())
+        footer = [len(counts), len(lengths), len(turns), len(samples)]
+        file.write(np.asarray(footer, np.int64).tobytes())
 
 
 class TokenizedPart(NamedTuple):
-    """A document, or a part of a long text. `tokens` are encoded as in Documents. If `skip_reason` is not empty, the
-    document is only counted. `turns`: the first token and the role of each message. `spans`: the first token and the
-    kind of each span."""
+    """A document, or a part of a long text. `tokens` are encoded as in Documents. If `skip_reason`
+    is not empty, the document is only counted. `turns`: the first token and the role of each
+    message. `spans`: the first token and the kind of each span."""
 
     tokens: np.ndarray
     is_start: bool
@@ -222,22 +250,17 @@ class TokenizedPart(NamedTuple):
 def tokenize(
     shard: Shard, tokenizer: Tokenizer, batch_chars: int | None = None, with_spans: bool = False
 ) -> Iterator[TokenizedPart]:
-    """Yield the documents of a shard, tokenized in batches. Spans are needed only to show a document."""
+    """Yield the documents of a shard. Spans are needed only to show a document."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
     eos = eos if shard.reading.train_on_eos else ~eos
     none = np.empty(0, np.int32)
     for documents in _batch_documents(shard.documents(tokenizer), batch_chars or BATCH_CHARS):
-        edges = [  # ascending; turns have order 0, spans 1
-            sorted(
-                ((start, order, label) for order, each in enumerate(lists) for start, label in each),
-                key=itemgetter(0, 1),  # if spans start together, all but the last are empty
-            )
-            for lists in ((each.turns, each.spans if with_spans else ()) for each in documents)
-        ]
-        starts = [[start for start, _, _ in each] for each in edges]
+        edges = [_list_edges(document, with_spans) for document in documents]
         encoded = tokenizer.encode_documents(
-            [each.text for each in documents], [each.trained for each in documents], starts
+            [document.text for document in documents],
+            [document.trained for document in documents],
+            [list(map(itemgetter(0), each)) for each in edges],
         )
         for document, labels, (ids, indices) in zip(documents, edges, encoded, strict=True):
             ids = ids if document.ids is None else document.ids
@@ -246,34 +269,79 @@ def tokenize(
             tokens = np.concatenate([prefix, ids, suffix])
             reason = document.skip_reason
             if not reason and document.is_start and document.is_end:
-                reason = "empty" if not len(ids) else "" if (tokens[1:] >= 0).any() else "with nothing to train"
-            found = [(len(prefix) + i, *label[1:]) for i, label in zip(indices, labels, strict=False)]
-            turns, spans = ([(i, label) for i, order, label in found if order == which] for which in (0, 1))
-            is_record = document.is_start and document.is_record
-            others = turns, document.notes, is_record, spans, document.images, document.teacher, document.is_held_out
-            yield TokenizedPart(tokens, document.is_start, reason, *others)
+                if not len(ids):
+                    reason = "empty"
+                elif not (tokens[1:] >= 0).any():
+                    reason = "with nothing to train"
+            turns: list[tuple[int, str]] = []
+            spans: list[tuple[int, str]] = []
+            for i, edge in zip(indices, labels, strict=False):
+                (spans if edge.is_span else turns).append((len(prefix) + i, edge.label))
+            yield TokenizedPart(
+                tokens,
+                document.is_start,
+                reason,
+                turns,
+                document.notes,
+                document.is_start and document.is_record,
+                spans,
+                document.images,
+                document.teacher,
+                document.is_held_out,
+            )
+
+
+class TextEdge(NamedTuple):
+    """Where a turn or a span starts in a text."""
+
+    char: int
+    is_span: bool
+    label: str
+
+
+def _list_edges(document: Document, with_spans: bool) -> list[TextEdge]:
+    """Return the turns, and the spans if needed, in the order of the text."""
+    edges = [TextEdge(start, False, role) for start, role in document.turns]
+    if with_spans:
+        edges += [TextEdge(start, True, kind) for start, kind in document.spans]
+    return sorted(edges, key=itemgetter(0, 1))  # of spans that start together, the last has text
 
 
 def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterator[list[Document]]:
-    batch, num_chars = [], 0
+    batch = []
+    num_chars = 0
     for document in documents:
         batch.append(document)
         num_chars += len(document.text)
         if num_chars >= batch_chars:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
     yield batch
 
 
 def _map_file(path: Path) -> Documents:
+    """Read what `_write_tokens` wrote; the tokens stay on disk."""
     end = path.stat().st_size - 32
     num_bytes, *counts = (int(n) for n in np.fromfile(path, np.int64, 4, offset=end))
     num_integers = sum(counts) + counts[0]  # each document has a length and a digest
     num_tokens = (end - num_bytes - 8 * num_integers) // 4
+    tokens = np.empty(0, np.int32)
+    if num_tokens:
+        tokens = np.memmap(path, np.int32, "r", shape=num_tokens)
     integers = np.fromfile(path, np.int64, num_integers, offset=4 * num_tokens)
     lengths, turns, samples, digests = np.split(integers, np.cumsum(counts))
-    skipped, notes, images = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
-    tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    file, media = path.with_suffix(".npy"), [Medium(*each) for each in images]
-    teacher = np.load(file, "r") if file.is_file() else None
-    return Documents(tokens, lengths, skipped, turns, notes, samples, images=media, teacher=teacher, digests=digests)
+    text = np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes()
+    skipped, notes, images = json.loads(text)
+    teacher = path.with_suffix(".npy")
+    return Documents(
+        tokens,
+        lengths,
+        skipped,
+        turns,
+        notes,
+        samples,
+        images=[Medium(*image) for image in images],
+        teacher=np.load(teacher, "r") if teacher.is_file() else None,
+        digests=digests,
+    )

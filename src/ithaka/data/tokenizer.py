@@ -4,7 +4,7 @@ import bisect
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import BUILTIN_TEMPLATES, ConfigError, input_error
@@ -27,17 +27,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class Tokenizer:
     """A Hugging Face tokenizer, with the tokens that start and end each document.
 
-    `document_prefix` holds the ids that the tokenizer puts before a text (bos for Llama, none for Qwen); `eos_id`, if
-    there is one, ends each document.
+    `document_prefix` holds the ids that the tokenizer puts before a text (bos for Llama, none for
+    Qwen); `eos_id`, if there is one, ends each document.
     """
 
     model_path: Path | None = None
 
-    def __init__(self, hf: Any):
-        self.hf, self.chat = hf, ChatTemplate(hf)
+    def __init__(self, hf: PreTrainedTokenizerBase):
+        self.hf = hf
+        self.chat = ChatTemplate(hf)
         self.eos_id: int | None = hf.eos_token_id
         # Padding has no labels, so any valid id will do.
-        self.pad_id: int = next((i for i in (hf.pad_token_id, self.eos_id) if i is not None), 0)
+        pad_ids = [i for i in (hf.pad_token_id, hf.eos_token_id) if i is not None]
+        self.pad_id: int = pad_ids[0] if pad_ids else 0
         # Ids can have gaps, so the model's vocabulary must cover the largest id, not their number.
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
         adds_bos = hf("a")["input_ids"][:1] == [hf.bos_token_id]
@@ -49,54 +51,71 @@ class Tokenizer:
         from ithaka.data.documents.pixels import ImageReader
 
         if self.model_path is None:
-            raise ConfigError("data.images=read needs a vision-language model; set model.path, or data.images to drop")
+            raise ConfigError(
+                "data.images=read needs a vision-language model; set model.path, or data.images "
+                "to drop"
+            )
         return ImageReader(self.model_path, self.hf)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of what determines ids: vocabulary, document prefix, eos, a sample sentence's ids, chat template."""
+        """Hash what determines ids: vocabulary, special tokens, a sample, chat template."""
         vocab = sorted(self.hf.get_vocab().items())
-        ids = self.encode_batch(["The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"])[0].tolist()
+        sample = "The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"
+        ids = self.encode_batch([sample])[0].tolist()
         chat = [self.hf.chat_template] if self.hf.chat_template else []
-        return hashlib.sha256(repr((vocab, self.document_prefix, self.eos_id, ids, *chat)).encode()).hexdigest()[:16]
+        identity = repr((vocab, self.document_prefix, self.eos_id, ids, *chat))
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
-    def encode_batch(self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None) -> list[np.ndarray]:
+    def encode_batch(
+        self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None
+    ) -> list[np.ndarray]:
         """Return the ids of each text, as `encode_documents`."""
         num = len(texts)
         return [ids for ids, _ in self.encode_documents(texts, trained or [None] * num, [()] * num)]
 
     def encode_documents(
-        self, texts: Sequence[str], trained: Sequence[TrainedRanges], starts: Sequence[Sequence[int]]
+        self,
+        texts: Sequence[str],
+        trained: Sequence[TrainedRanges],
+        starts: Sequence[Sequence[int]],
     ) -> list[tuple[np.ndarray, list[int]]]:
-        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside the `trained` ranges;
-        and the index of the token at each character of `starts`.
+        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside
+        the `trained` ranges; and the index of the token at each character of `starts`.
 
-        A token is trained on if its first character is. With a byte-level tokenizer, that may be the character after
-        the leading space. The tokenizers library uses all cores for a batch.
+        A token is trained on if its first character is. With a byte-level tokenizer, that may be
+        the character after the leading space. The tokenizers library uses all cores for a batch.
         """
         if not texts:
             return []
         # verbose=False: no warning about texts longer than model_max_length.
         encoded = self.hf(
-            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
-            verbose=False, truncation=False, padding=False,
-        )  # fmt: skip
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            truncation=False,
+            padding=False,
+        )
         documents = []
         for i, (ranges, chars) in enumerate(zip(trained, starts, strict=True)):
             ids = np.asarray(encoded["input_ids"][i], dtype=np.int32)
             if not encoded.is_fast and ranges is not None:
                 raise ConfigError(
-                    "the tokenizer has no tokenizer.json, which messages and completions need; convert it to a fast "
-                    "tokenizer, or set data.tokenizer to one"
+                    "the tokenizer has no tokenizer.json, which messages and completions need; "
+                    "convert it to a fast tokenizer, or set data.tokenizer to one"
                 )
-            edges, indices = (
-                [] if not encoded.is_fast else [_first_token(encoded.encodings[i], char) for char in each]
-                for each in (chain(*(ranges or ())), chars)
-            )
-            documents.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+            indices: list[int] = []
+            if encoded.is_fast:
+                encoding = encoded.encodings[i]
+                indices = [_first_token(encoding, char) for char in chars]
+                if ranges is not None:
+                    ids = _mask_outside(ids, [_first_token(encoding, c) for c in chain(*ranges)])
+            documents.append((ids, indices))
         return documents
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the text, special tokens included."""
         return self.hf.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
 
@@ -104,32 +123,45 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text; bos, eos and pad follow.
 
-    It is a byte-level BPE without merges, so it saves and loads as a Hugging Face tokenizer. Special tokens are not
-    parsed from text: "<|eos|>" in a document is seven bytes.
+    It is a byte-level BPE without merges, so it saves and loads as a Hugging Face tokenizer.
+    Special tokens are not parsed from text: "<|eos|>" in a document is seven bytes.
     """
 
     def __init__(self) -> None:
-        backend = Backend(models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
+        backend = Backend(
+            models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[])
+        )
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         hf = PreTrainedTokenizerFast(
-            tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
-            split_special_tokens=True, clean_up_tokenization_spaces=False,
-        )  # fmt: skip
+            tokenizer_object=backend,
+            bos_token="<|bos|>",
+            eos_token="<|eos|>",
+            pad_token="<|pad|>",
+            split_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
         super().__init__(hf)
 
     def encode_documents(
-        self, texts: Sequence[str], trained: Sequence[TrainedRanges], starts: Sequence[Sequence[int]]
+        self,
+        texts: Sequence[str],
+        trained: Sequence[TrainedRanges],
+        starts: Sequence[Sequence[int]],
     ) -> list[tuple[np.ndarray, list[int]]]:
         documents = []
         for text, ranges, chars in zip(texts, trained, starts, strict=True):
             ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-            edges, indices = (
-                list(accumulate(len(text[low:high].encode()) for low, high in pairwise([0, *each])))
-                for each in (chain(*(ranges or ())), chars)
-            )
-            documents.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+            if ranges is not None:
+                ids = _mask_outside(ids, _byte_offsets(text, chain(*ranges)))
+            documents.append((ids, _byte_offsets(text, chars)))
         return documents
+
+
+def _byte_offsets(text: str, chars: Iterable[int]) -> list[int]:
+    """Return the bytes before each of these characters, which ascend."""
+    sizes = (len(text[low:high].encode()) for low, high in pairwise([0, *chars]))
+    return list(accumulate(sizes))
 
 
 def _mask_outside(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:
@@ -141,19 +173,28 @@ def _mask_outside(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:
 
 
 def _first_token(encoding: Any, char: int) -> int:
-    """Return the first token with a character at `char` or later; an empty one there is a leading space."""
+    """Return the first token that ends after `char`; an empty one there is a leading space."""
     return bisect.bisect_left(range(len(encoding)), (char, char + 1), key=encoding.token_to_chars)
 
 
-def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Path | None = None) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`, with `data.chat_template`, a built-in one or a file, if given.
+def load_tokenizer(
+    name: str | None, model_path: Path | None, chat_template: Path | None = None
+) -> Tokenizer:
+    """Load the tokenizer of `data.tokenizer`, with `data.chat_template`, a built-in one or a file,
+    if given.
 
-    `name` is "bytes", a directory, or None for the model's own; an embedded model (`model_path` None) has bytes.
+    `name` is "bytes", a directory, or None for the model's own; an embedded model (`model_path`
+    None) has bytes.
     """
-    path, setting = model_path, f"model.path={model_path}"
+    path = model_path
+    setting = f"model.path={model_path}"
     if name is not None:
-        path, setting = Path(name).expanduser(), f"data.tokenizer={name}"
-    tokenizer = ByteTokenizer() if name == "bytes" or path is None else _load_pretrained(path, setting)
+        path = Path(name).expanduser()
+        setting = f"data.tokenizer={name}"
+    if name == "bytes" or path is None:
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        tokenizer = _load_pretrained(path, setting)
     tokenizer.model_path = model_path
     if chat_template is not None and str(chat_template) in BUILTIN_TEMPLATES:
         tokenizer.hf.chat_template = read_builtin_template(str(chat_template))
@@ -163,10 +204,13 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
             if not tokenizer.hf.chat_template.strip():
                 raise ValueError("it is empty")
         except (OSError, ValueError) as error:
-            fix = f"set it to a UTF-8 text file or a built-in template: {', '.join(BUILTIN_TEMPLATES)}"
-            message = f"data.chat_template={chat_template} cannot be read ({error}); {fix}"
+            message = (
+                f"data.chat_template={chat_template} cannot be read ({error}); set it to a UTF-8 "
+                f"text file or a built-in template: {', '.join(BUILTIN_TEMPLATES)}"
+            )
             raise input_error(message, error) from error
-    if isinstance(template := tokenizer.hf.chat_template, str):
+    template = tokenizer.hf.chat_template
+    if isinstance(template, str):
         tokenizer.hf.chat_template = fix_date(template)
         tokenizer.chat.has_fixed_date = tokenizer.hf.chat_template != template
     return tokenizer
@@ -176,19 +220,27 @@ def _load_pretrained(path: Path, setting: str) -> Tokenizer:
     path = path.parent if path.suffix == ".json" else path
     # Without any of its files, transformers may create an empty tokenizer.
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
-        raise ConfigError(f"{setting} has no tokenizer; set data.tokenizer to a directory with one, or to bytes")
-    only_json = (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file()
+        raise ConfigError(
+            f"{setting} has no tokenizer; set data.tokenizer to a directory with one, or to bytes"
+        )
+    file = path / "tokenizer.json"
+    only_json = file.is_file() and not (path / "tokenizer_config.json").is_file()
     try:
         if only_json:
-            hf = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+            hf = PreTrainedTokenizerFast(tokenizer_file=str(file))
         else:
-            hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+            hf = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        message = f"{setting}: the tokenizer failed to load ({error}); repair it, or set data.tokenizer"
+        message = (
+            f"{setting}: the tokenizer failed to load ({error}); repair it, or set data.tokenizer"
+        )
         raise input_error(message, error) from error
     if only_json and (path / "config.json").is_file():
         # tokenizer.json does not name the eos token, but the model's config.json may.
         eos = json.loads((path / "config.json").read_text()).get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, list) and eos:
+            eos = eos[0]
         hf.eos_token = hf.convert_ids_to_tokens(eos) if isinstance(eos, int) else None
     return Tokenizer(hf)

@@ -23,7 +23,14 @@ from ithaka.data.open import check_vocabulary
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.evaluate import tasks as evaluation
 from ithaka.evaluate.compare import check_comparable, read_results
-from ithaka.evaluate.tasks import EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
+from ithaka.evaluate.tasks import (
+    EvalText,
+    Prompt,
+    check_prompts,
+    measure_all,
+    read_prompts,
+    read_text,
+)
 from ithaka.exits import ExitCode
 from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
@@ -41,19 +48,39 @@ RESULT_FILE = "result.json"
 SMALL_CONTEXT = 8192  # tokens
 
 
-def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]:
-    """Evaluate each source, or read its --json output, which may hold two results. Raise ConfigError if there are more
-    than two, or they are not comparable."""
+def evaluate_all(
+    sources: Sequence[Path],
+    contexts: Sequence[int],
+    data: Path | None,
+    ranks: int | None,
+    num_documents: int,
+    samples: int,
+    tasks: Path | None = None,
+    chat_template: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate each source, or read its --json output, which may hold two results. Raise
+    ConfigError if there are more than two, or they are not comparable."""
     stored = {source: read_results(source) for source in sources if source.is_file()}
-    if (count := sum(len(stored[source]) if source in stored else 1 for source in sources)) > 2:
-        raise ConfigError(f"{count} results are too many to compare; give a file with two, or two files with one each")
-    results: list[dict[str, Any]] = []
-    if launch.under_torchrun() and len(sources) - len(stored) > 1:  # the process group starts only once
+    count = sum(len(stored[source]) if source in stored else 1 for source in sources)
+    if count > 2:
+        raise ConfigError(
+            f"{count} results are too many to compare; give a file with two, or two files with "
+            "one each"
+        )
+    if launch.under_torchrun() and len(sources) - len(stored) > 1:
+        # The process group starts only once.
         fix = "write each result with --json, then give both files"
         raise ConfigError(f"{len(sources)} models cannot be evaluated in one torchrun; {fix}")
+    results: list[dict[str, Any]] = []
     for source in sources:
-        base: Any = {"base": sources[0]} if results and not stored else {}
-        results += stored.get(source) or [evaluate(source, *options, **base)]
+        if source in stored:
+            results += stored[source]
+        else:
+            base = sources[0] if results and not stored else None
+            result = evaluate(
+                source, contexts, data, ranks, num_documents, samples, tasks, chat_template, base
+            )
+            results.append(result)
         check_comparable(results, source, sources[0])
     return results
 
@@ -69,7 +96,7 @@ def evaluate(
     chat_template: Path | None = None,
     base: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, and its divergence from `base`."""
+    """Evaluate a model's directory, a run or an adapter, and its divergence from `base`."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
         # Once per node, before the process group starts, in which an export would be collective.
@@ -79,28 +106,40 @@ def evaluate(
         model = gather_objects(model)[local_rank_0()]
 
         def read_inputs() -> tuple[EvalText, Sequence[Prompt], str | None]:
-            shape, tokenizer = read_shape(model), load_tokenizer(None, model, chat_template)
+            shape = read_shape(model)
+            tokenizer = load_tokenizer(None, model, chat_template)
             check_vocabulary(tokenizer, shape.vocab)
             text = read_text(data, tokenizer, max(contexts), num_documents)
             if samples:
                 check_prompts(text, tokenizer, contexts)
-            return text, *(read_prompts(tasks, tokenizer) if tasks is not None else ([], None))
+            if tasks is None:
+                return text, [], None
+            prompts, digest = read_prompts(tasks, tokenizer)
+            return text, prompts, digest
 
         text, prompts, digest = raise_on_all_ranks(read_inputs)
         other = None if base is None else prepare_model(base, folder / "base")
         if other is not None and read_shape(other).vocab != read_shape(model).vocab:
-            print(f"no divergence: {source} and {base} have different vocabularies", file=sys.stderr)
+            print(
+                f"no divergence: {source} and {base} have different vocabularies", file=sys.stderr
+            )
             other = None
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
         hf_config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         positions = getattr(hf_config, "max_position_embeddings", None)
         if positions and longest > positions and is_rank_0():
             rule = f"exceed the {positions} positions of {source} (max_position_embeddings)"
-            print(f"contexts of up to {longest} tokens {rule}: figures beyond them are extrapolated", file=sys.stderr)
+            print(
+                f"contexts of up to {longest} tokens {rule}: figures beyond them are extrapolated",
+                file=sys.stderr,
+            )
         # On a CPU, exchanges between ranks take longer than short sequences.
         is_small = not launch.num_gpus() and longest <= SMALL_CONTEXT
-        num_ranks = launch.decide_ranks((1 if is_small else "auto") if ranks is None else ranks, launch.num_gpus())
-        work = model, folder, text, list(contexts), samples, prompts, longest, other
+        asked = ranks
+        if asked is None and is_small:
+            asked = 1
+        num_ranks = launch.decide_ranks("auto" if asked is None else asked, launch.num_gpus())
+        work = (model, folder, text, list(contexts), samples, prompts, longest, other)
         code = launch.run_ranks(_evaluate_rank, work, num_ranks)
         has_result = (folder / RESULT_FILE).is_file()  # under torchrun, only rank 0 has it
         if not has_result or code not in (ExitCode.DONE, ExitCode.SIGNALED + signal.SIGINT):
@@ -114,20 +153,26 @@ def evaluate(
 
 
 def prepare_model(source: Path, out: Path) -> Path:
-    """Return a directory with full weights: `source`, or `out` after exporting a run or merging an adapter."""
+    """Return a directory with full weights: `source`, or `out`, exported or merged."""
     if (source / "config.yaml").is_file():
-        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file(), as_trained=True)
+        is_adapter = (source / "model" / "adapter_config.json").is_file()
+        return export(source, out, merge=is_adapter, as_trained=True)
     if not (source / "adapter_config.json").is_file():
         if not has_weights(source):
             problem = "has no safetensors" if source.exists() else "does not exist"
-            raise ConfigError(f"MODEL={source} {problem}; give a directory with weights, an adapter, or a run")
+            raise ConfigError(
+                f"MODEL={source} {problem}; give a directory with weights, an adapter, or a run"
+            )
         return source
-    settings = read_json(source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote")
-    base = fetch_model(Path(settings.get("base_model_name_or_path") or ""), "base_model_name_or_path=")
+    settings = read_json(
+        source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote"
+    )
+    base_path = Path(settings.get("base_model_name_or_path") or "")
+    base = fetch_model(base_path, "base_model_name_or_path=")
     if not has_weights(base):
         raise ConfigError(
-            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; put the base model "
-            "there, or give a merged one"
+            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no "
+            "safetensors; put the base model there, or give a merged one"
         )
     file = source / "adapter_model.safetensors"
     try:
@@ -135,7 +180,9 @@ def prepare_model(source: Path, out: Path) -> Path:
         with safe_open(file, framework="pt") as opened:
             rounded = read_base_metadata(opened.metadata())
     except (OSError, SafetensorError) as error:
-        raise input_error(f"MODEL={source}: {file.name} cannot be read ({error}); copy it again", error) from None
+        raise input_error(
+            f"MODEL={source}: {file.name} cannot be read ({error}); copy it again", error
+        ) from None
     merge_adapter(base, source, tensors, out, rounded)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     load_tokenizer(None, source if has_tokenizer else base).hf.save_pretrained(out)
@@ -153,29 +200,44 @@ def _evaluate_rank(
     other: Path | None = None,
 ) -> None:
     start_process_group()
-    shapes, cp = [read_shape(each) for each in (directory, other) if each is not None], dist.get_world_size()
-    ring = max(smallest_ring(cp, shape.heads) for shape in shapes)  # both models share each sequence in the same way
+    shapes = [read_shape(each) for each in (directory, other) if each is not None]
+    cp = dist.get_world_size()
+    ring = max(smallest_ring(cp, shape.heads) for shape in shapes)  # the same for both models
     dtype = default_dtype(default_device().type == "cuda")
-    layouts, mesh = [forward_layout(shape, cp, longest, dtype, ring) for shape in shapes], make_mesh(cp, ring=ring)
+    layouts = [forward_layout(shape, cp, longest, dtype, ring) for shape in shapes]
+    mesh = make_mesh(cp, ring=ring)
     model = build_model(directory, mesh, layouts[0], trains=False)
-    report = Progress(folder / RESULT_FILE).report if mesh.rank == 0 else lambda result, share: None
+    report = (
+        EvaluationProgress(folder / RESULT_FILE).report
+        if mesh.rank == 0
+        else lambda result, share: None
+    )
     result = measure_all(
-        model, load_tokenizer(None, directory), text, contexts, samples, report=report, prompts=prompts
+        model,
+        load_tokenizer(None, directory),
+        text,
+        contexts,
+        samples,
+        report=report,
+        prompts=prompts,
     )
     if not math.isfinite(result["loss"] or 0.0):
         check_finite(model, f"MODEL={directory}", directory)
     if other is not None:
         base = build_model(other, mesh, layouts[1], trains=False)
-        result["divergence_by_position"] = evaluation.measure_divergence(model, base, text.long, max(contexts))
+        result["divergence_by_position"] = evaluation.measure_divergence(
+            model, base, text.long, max(contexts)
+        )
     report(result, 1.0)
     end_process_group()
 
 
-class Progress:
+class EvaluationProgress:
     """Writes the figures so far, for Ctrl-C, and shows on stderr how much is done."""
 
     def __init__(self, file: Path):
-        self.file, self.show = file, show_share("evaluating")
+        self.file = file
+        self.show = show_share("evaluating")
 
     def report(self, result: dict[str, Any], share: float) -> None:
         part = self.file.with_suffix(".part")

@@ -1,5 +1,5 @@
 """Hugging Face's trainers on sharded sequences."""
 
-from ithaka.hf.trainer import long_context
+from ithaka.hf.trainers import long_context
 
 __all__ = ["long_context"]

@@ -1,8 +1,12 @@
-"""TRL's preference, reward and distillation trainers with cp groups as processes: DPO, KTO, GRPO, RLOO, distillation.
+"""TRL's preference, reward and distillation trainers with cp groups as processes: DPO, KTO, GRPO,
+RLOO, distillation.
 
-These trainers average a loss over processes and gather rewards, lengths and counts from them. Here their processes are
-cp groups: all ranks of a group have the same prompts, completions and rewards, and count once.
+These trainers average a loss over processes and gather rewards, lengths and counts from them. Here
+their processes are cp groups: all ranks of a group have the same prompts, completions and rewards,
+and count once.
 """
+
+from __future__ import annotations
 
 import contextlib
 import sys
@@ -10,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +24,18 @@ from torch.nn import functional as F
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.foreign.hugging_face import set_vllm_weights
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import Layout
 from ithaka.model import build
 from ithaka.model.distillation import distill
 from ithaka.model.generate import check_uncached
-from ithaka.model.prefixes import pack_rows
+from ithaka.model.prefixes import pack_prefix_rows
 from ithaka.roots.find import find_root
-from ithaka.weights.save import check_merge, iterate_weights
+from ithaka.weights.save_pretrained import check_merge, iterate_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Base: Any = object  # For mypy; `long_context` sets the real base.
 
@@ -48,22 +56,27 @@ class GroupAccelerator(Base):
     def process_index(self) -> int:
         return self.ithaka_mesh.dp_rank
 
-    def gather(self, data: Any) -> Any:
+    def gather(self, data: object) -> object:
         """Gather one entry per cp group. `gather_for_metrics` calls this too."""
         from accelerate.utils import recursively_apply
 
         sizes = (self.ithaka_mesh.dp_size, self.ithaka_mesh.cp_size, -1)
-        return recursively_apply(lambda every: every.unflatten(0, sizes)[:, 0].flatten(0, 1), super().gather(data))
 
-    def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        def keep_first(every: Tensor) -> Tensor:
+            return every.unflatten(0, sizes)[:, 0].flatten(0, 1)
+
+        return recursively_apply(keep_first, super().gather(data))
+
+    def reduce(self, data: object, reduction: str = "sum", scale: float = 1.0) -> object:
         from accelerate.utils import recursively_apply
 
         copies = self.ithaka_mesh.cp_size if reduction == "sum" else 1
-        return recursively_apply(lambda total: total / copies, super().reduce(data, reduction, scale))
+        total = super().reduce(data, reduction, scale)
+        return recursively_apply(lambda part: part / copies, total)
 
 
 def group_processes(accelerator: Any, mesh: Mesh) -> None:
-    """Turn an Accelerator into a GroupAccelerator, in place: trainers and callbacks already have references to it."""
+    """Make an Accelerator a GroupAccelerator, in place: trainers and callbacks already hold it."""
     accelerator.__class__ = type("GroupAccelerator", (GroupAccelerator, type(accelerator)), {})
     accelerator.ithaka_mesh = mesh
 
@@ -72,8 +85,8 @@ def group_processes(accelerator: Any, mesh: Mesh) -> None:
 
 
 class ReferenceMixin(Base):
-    """Trains next to a reference: the model without its adapter, or a frozen copy that is sharded like the model. Comes
-    before LongContext. The loss is a mean over a group's rows."""
+    """Trains next to a reference: the model without its adapter, or a frozen copy that is sharded
+    like the model. Comes before LongContext. The loss is a mean over a group's rows."""
 
     loss_is_mean = True
     accelerator: Any
@@ -82,18 +95,20 @@ class ReferenceMixin(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False  # the reference stays on the host until it is sharded
+        # The reference stays on the host until it is sharded.
+        self.accelerator.device_placement = False
 
     def _share_data(self) -> None:
         super()._share_data()
         self.accelerator.device_placement = True
-        if hasattr(self.model, "get_base_model"):  # TRL calls it for the reference, with the adapter disabled
+        # TRL calls it for the reference, with the adapter disabled.
+        if hasattr(self.model, "get_base_model"):
             self.model.forward = partial(self._call, self.model.get_base_model())
         if self.ref_model is not None:
             layout = find_root(self.model).layout
             self.ref_model = partial(self._call, self._shard_reference(self.ref_model, layout))
 
-    def _shard_reference(self, reference: Any, layout: Layout) -> Any:
+    def _shard_reference(self, reference: PreTrainedModel, layout: Layout) -> PreTrainedModel:
         vars(reference).pop("forward", None)  # TRL's and accelerate's patches
         if layout.dtype is not None and not getattr(reference, "is_quantized", False):
             reference.to(getattr(torch, layout.dtype))
@@ -102,11 +117,14 @@ class ReferenceMixin(Base):
 
 
 class DPOMixin(ReferenceMixin):
-    """For DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
+    """For DPOTrainer. Runs the reference before the model's activations are in memory."""
 
-    reference_names = "ref_chosen_logps", "ref_rejected_logps"  # TRL's keys for precomputed log-probabilities
+    # TRL's keys for precomputed log-probabilities.
+    reference_names = ("ref_chosen_logps", "ref_rejected_logps")
 
-    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+    def _compute_loss(
+        self, model: PreTrainedModel, inputs: dict[str, Any], *args: object, **named: object
+    ) -> Tensor | tuple[Tensor, object]:
         results = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
         self.precompute_ref_logps = True
         try:
@@ -119,7 +137,7 @@ class DPOMixin(ReferenceMixin):
 class KTOMixin(DPOMixin):
     """For KTOTrainer."""
 
-    reference_names = "ref_logps", "ref_KL_logps"
+    reference_names = ("ref_logps", "ref_KL_logps")
 
 
 # ---- rewards
@@ -137,39 +155,48 @@ class GRPOMixin(ReferenceMixin):
         if args is None:
             return
         if args.use_vllm and args.vllm_mode != "server":
-            rule = f"vllm_mode={args.vllm_mode} is not supported by long_context, which needs the GPUs' memory"
-            raise ConfigError(f'{rule}; use vllm_mode="server" on other GPUs, or a rollout_func')
+            rule = "is not supported by long_context, which needs the GPUs' memory"
+            fix = 'use vllm_mode="server" on other GPUs, or a rollout_func'
+            raise ConfigError(f"vllm_mode={args.vllm_mode} {rule}; {fix}")
         if not (args.use_vllm or arguments.get("rollout_func")):
-            options = {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
-            check_uncached(options.get("use_cache"), options["max_new_tokens"])
+            options = args.generation_kwargs or {}
+            num_tokens = options.get("max_new_tokens", args.max_completion_length)
+            check_uncached(options.get("use_cache"), num_tokens)
 
     def _share_data(self) -> None:
         from transformers import set_seed
 
         super()._share_data()
-        mesh, args = self.ithaka_mesh, self.args
+        mesh = self.ithaka_mesh
+        args = self.args
         args.generation_batch_size //= mesh.cp_size  # GRPOConfig counted ranks
         batches = {"generation": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":
             rows = args.per_device_eval_batch_size * mesh.dp_size
-            batches["evaluation"] = rows, args.num_generations_eval or args.num_generations
+            batches["evaluation"] = (rows, args.num_generations_eval or args.num_generations)
         for name, (size, generations) in batches.items():
             if size % generations:
-                rule = f"the {name} batch of {mesh.dp_size} cp groups has {size} completions, not a multiple of"
-                raise ConfigError(f"{rule} num_generations={generations}; change the batch size per device")
+                batch = f"the {name} batch of {mesh.dp_size} cp groups has {size} completions"
+                rule = f"not a multiple of num_generations={generations}"
+                raise ConfigError(f"{batch}, {rule}; change the batch size per device")
         rows_of_batch: Callable[[], deque] = partial(deque, maxlen=args.generation_batch_size)
         for name, logged in self._logs.items():
-            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
-        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
-        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
+            by_name = isinstance(logged, dict)
+            self._logs[name] = defaultdict(rows_of_batch) if by_name else rows_of_batch()
+        # TRL adds the rank, but the ranks of a group must shuffle alike.
+        set_seed(args.seed + mesh.dp_rank)
+        rollout_func = getattr(self, "rollout_func", None)
+        if rollout_func is not None:
             self.rollout_func = partial(self._roll_out, rollout_func)
         if self.use_vllm:
             check_merge(self.model)
-            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
+            set_vllm_weights(self.vllm_generation, partial(iterate_weights, self.model))
 
-    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Call the user's function on the first rank of each cp group, and broadcast its result to the group."""
-        mesh, outcome, failure = self.ithaka_mesh, [None], None
+    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: object) -> dict[str, Any]:
+        """Call the user's function on the first rank of each cp group, and broadcast its result."""
+        mesh = self.ithaka_mesh
+        outcome = [None]
+        failure = None
         if mesh.rank % mesh.cp_size == 0:
             try:
                 outcome = [rollout_func(prompts, trainer)]
@@ -181,7 +208,7 @@ class GRPOMixin(ReferenceMixin):
         assert outcome[0] is not None
         return outcome[0]
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with self._gathers_by_group():
             return super()._generate_and_score_completions(inputs)
 
@@ -198,9 +225,11 @@ class GRPOMixin(ReferenceMixin):
             "gather": self.accelerator.gather,
             "gather_object": lambda rows: accelerate.utils.gather_object(rows if is_first else []),
         }
-        owners = {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.trainer")}
-        names = {*owners, "trl.generation.vllm_generation"} & sys.modules.keys()
-        saved = [(sys.modules[name], key) for name in names for key in replaced if hasattr(sys.modules[name], key)]
+        owners = {cls.__module__ for cls in type(self).__mro__}
+        names = {name for name in owners if name.startswith("trl.trainer")}
+        names = {*names, "trl.generation.vllm_generation"} & sys.modules.keys()
+        modules = [sys.modules[name] for name in names]
+        saved = [(module, key) for module in modules for key in replaced if hasattr(module, key)]
         for module, key in saved:
             setattr(module, key, replaced[key])
         try:
@@ -209,14 +238,18 @@ class GRPOMixin(ReferenceMixin):
             for module, key in saved:
                 setattr(module, key, getattr(accelerate.utils, key))
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **named: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, model: PreTrainedModel | partial, *args: object, **named: object
+    ) -> tuple[Any, ...]:
         call = model if isinstance(model, partial) else partial(self._call, model)
         results = super()._get_per_token_logps_and_entropies(call, *args, **named)
         if torch.is_grad_enabled():
             self._policy_logprobs = results[0].detach()
         return results
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+    def compute_loss(
+        self, model: PreTrainedModel, inputs: dict[str, Any], *args: object, **named: object
+    ) -> Tensor:
         loss = super().compute_loss(model, inputs, *args, **named)
         if model.training and "sampling_per_token_logps" in inputs:
             mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -224,59 +257,84 @@ class GRPOMixin(ReferenceMixin):
         return loss
 
     def _log_mismatch(self, sampled_BN: Tensor, mask_BN: Tensor) -> None:
-        """Log KL(sampler || model), estimated from the sampled tokens, and the fraction of ratios outside the clip
-        range. Tokens whose log-probability the sampler does not know (NaN) are excluded."""
+        """Log KL(sampler || model), estimated from the sampled tokens, and the fraction of ratios
+        outside the clip range. Excludes log-probabilities that the sampler lacks (NaN)."""
         difference = (self._policy_logprobs - sampled_BN)[mask_BN & ~sampled_BN.isnan()]
         ratio = difference.exp()
         clipped = (ratio < 1 - self.epsilon_low) | (ratio > 1 + self.epsilon_high)
-        sums = (ratio - 1 - difference).sum(), clipped.sum(), torch.tensor(len(ratio), device=ratio.device)
-        kl, num_clipped, count = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum").tolist()
-        self._metrics["train"]["sampling/kl"].append(kl / max(count, 1))
-        self._metrics["train"]["sampling/clipped_fraction"].append(num_clipped / max(count, 1))
+        num_tokens = torch.tensor(len(ratio), device=ratio.device)
+        sums = ((ratio - 1 - difference).sum(), clipped.sum(), num_tokens)
+        totals = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum")
+        kl, num_clipped, count = totals.tolist()
+        metrics = self._metrics["train"]
+        metrics["sampling/kl"].append(kl / max(count, 1))
+        metrics["sampling/clipped_fraction"].append(num_clipped / max(count, 1))
 
 
 class DistillationMixin(GRPOMixin):
-    """For DistillationTrainer. The teacher is sharded like the model; None: the model without its adapter."""
+    """For DistillationTrainer. A teacher is sharded like the model; None: it has no adapter."""
 
-    ref_model, distills = None, True
+    ref_model = None
+    distills = True
     teacher_model: Any
 
     def _share_data(self) -> None:
-        args, self._forward_redirection = self.args, lambda model, student, method, *args: method(*args)
+        self._forward_redirection = lambda model, student, method, *args: method(*args)
+        args = self.args
         args.num_generations = args.num_generations_eval = 1
-        args.generation_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows = args.train_batch_size * args.gradient_accumulation_steps
+        args.generation_batch_size = rows * args.world_size
         super()._share_data()
         if self.teacher_model is not None:
             layout = replace(find_root(self.model).layout.for_teacher(), kernel="auto")
             self.teacher_model = self._shard_reference(self.teacher_model, layout)
 
-    def _compute_loss(self, student: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute_loss(
+        self,
+        student: PreTrainedModel,
+        inputs: dict[str, Tensor],
+        num_items: Tensor | int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this group's loss, and its sum of entropies and number of labels."""
-        sides = [[inputs[f"{side}_{kind}"] for side in ("prompt", "completion")] for kind in ("ids", "mask")]
-        ids, mask = (torch.cat(side, 1) for side in sides)
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        labels = ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)) == 0, IGNORE_INDEX)
-        models = self.model, self.teacher_model
-        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
-            rows: Any = pack_rows([base for base in models if base is not None], ids, labels, mask)
-            out: Any = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
+        prompt = (ids.shape[1] - trained.shape[1], 0)
+        labels = ids.masked_fill(F.pad(trained, prompt) == 0, IGNORE_INDEX)
+        models = [self.model] if self.teacher_model is None else [self.model, self.teacher_model]
+        # TRL enables it around some calls.
+        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):
+            rows: Any = pack_prefix_rows(models, ids, labels, mask)
+            out: Any = distill(
+                self.model,
+                self.teacher_model,
+                **rows,
+                beta=self.beta,
+                temperature=self.temperature,
+                num_items_in_batch=1,
+            )
         entropies = torch.zeros(1) if out.distilled is None else out.distilled.entropies
         sums = torch.stack([out.own_loss, entropies.sum().to(out.own_loss)])
         dist.all_reduce(sums, group=self.ithaka_mesh.cp_group)
-        loss, num_labels = out.loss - out.loss.detach() + sums[0], trained.sum()  # its gradient is this rank's part
-        return loss / (num_labels.clamp(min=1) if num_items is None else num_items), sums[1], num_labels
+        loss = out.loss - out.loss.detach() + sums[0]  # its gradient is this rank's part
+        num_labels = trained.sum()
+        if num_items is None:
+            num_items = num_labels.clamp(min=1)
+        return loss / num_items, sums[1], num_labels
 
 
-def check_rollout(result: Any, num_prompts: int) -> None:
-    """Refuse lists of other lengths, which TRL would pad or blame on the rewards. TRL checks the names."""
-    given = result if isinstance(result, dict) else {}
+def check_rollout(result: object, num_prompts: int) -> None:
+    """Refuse lists of other lengths, which TRL would pad. TRL checks the names."""
+    columns = result if isinstance(result, dict) else {}
     for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"):
-        if (rows := given.get(name)) is None:
+        rows = columns.get(name)
+        if rows is None:
             continue
         if len(rows) != num_prompts:
-            raise ValueError(f"{name} has {len(rows)} rows for {num_prompts} prompts; return one per prompt")
-        tokens = rows if name == "prompt_ids" else given.get("completion_ids") or rows
+            rule = f"{name} has {len(rows)} rows for {num_prompts} prompts"
+            raise ValueError(f"{rule}; return one per prompt")
+        tokens = rows if name == "prompt_ids" else columns.get("completion_ids") or rows
         for n, (row, ids) in enumerate(zip(rows, tokens, strict=False)):
             if row is not None and len(row) != len(ids):
-                fix = "return one value per completion token"
-                raise ValueError(f"{name}[{n}] has {len(row)} values for {len(ids)} completion_ids; {fix}")
+                rule = f"{name}[{n}] has {len(row)} values for {len(ids)} completion_ids"
+                raise ValueError(f"{rule}; return one value per completion token")

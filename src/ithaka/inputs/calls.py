@@ -1,56 +1,78 @@
 """Check a model before parallelize, and every call of a parallel model before its first layer.
 
-A parallel model uses its modules' weights but bypasses most of their forwards, so hooks and patches on them would be
-silently ignored. And if one rank raises alone, the others hang in a collective. So each rank checks its call, one small
-collective gathers the results, and all ranks raise the same error.
+A parallel model uses its modules' weights but bypasses most of their forwards, so hooks and patches
+on them would be silently ignored. And if one rank raises alone, the others hang in a collective. So
+each rank checks its call, one small collective gathers the results, and all ranks raise the same
+error.
 """
 
 import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_compile_callback
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ithaka.blocks.block import HOOK_DICTS
-from ithaka.blocks.experts import check_choices
+from ithaka.blocks.experts import ExpertBlock, check_choices
 from ithaka.blocks.tiles import PARAMETERS_CHANGED
 from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
-from ithaka.inputs.batch import INPUTS, Share, documents_from_lengths, select_own_tokens, to_integers
+from ithaka.foreign.torch_core import (
+    HOOK_DICTS,
+    get_compile_callback,
+    has_gradient_hooks,
+    set_ddp_ignored,
+    version_of,
+)
+from ithaka.foreign.torch_fsdp import (
+    gathered_param,
+    has_unfinished_backward,
+    param_group,
+    read_gradient_dtypes,
+    shard_of,
+)
+from ithaka.inputs.shard import (
+    INPUTS,
+    Share,
+    documents_from_lengths,
+    select_own_tokens,
+    to_integers,
+)
 from ithaka.layout import Layout, check_dtype
 
-# What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
-Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
 INTERNAL_ARGUMENTS = ("hidden_only", "distillation")  # see CheckedCall
-# Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
+# Collators add them for FlashAttention and linear attention; cu_seq_lens_q has the documents.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
-MODES = ("labels passed", "gradients enabled", "num_items_in_batch")  # must agree, since collectives depend on them
+# All ranks must agree on them: collectives depend on them.
+MODES = ("labels passed", "gradients enabled", "num_items_in_batch")
 
-HOOK_KINDS = dict(
-    zip(HOOK_DICTS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True)
-)
+_KINDS = ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook")
+HOOK_KINDS = dict(zip(HOOK_DICTS, _KINDS, strict=True))
 COMPILED = (
-    "torch.compile cannot trace a parallel model, which has its own kernels and collectives; call the model without "
-    "it, and compile its layers with Layout(compile=True) or train.compile"
+    "torch.compile cannot trace a parallel model, which has its own kernels and collectives; call "
+    "the model without it, and compile its layers with Layout(compile=True) or train.compile"
 )
 # Methods that would break a parallel model -> what to do instead.
 REFUSED_METHODS = {
     "resize_token_embeddings": "resize first, then parallelize",
-    "gradient_checkpointing_enable": "its layers already recompute; leave it out, or set gradient_checkpointing=False",
+    "gradient_checkpointing_enable": (
+        "its layers already recompute; leave it out, or set gradient_checkpointing=False"
+    ),
     "activation_checkpointing_enable": "its layers already recompute; leave it out",
     "compile": "compile its layers with Layout(compile=True) or train.compile",
 }
@@ -59,13 +81,30 @@ NOTHING_TRAINED = (
     "model.requires_grad_(True) before parallelize, or add an adapter"
 )
 GATHERED_PARAMETER = "a parameter that FSDP2 has gathered, in the compute dtype"
-# Functions from these modules are not the user's: ours, FSDP2's, and inert hooks that transformers leaves behind.
+# Functions from these modules are not the user's: ours, FSDP2's, and inert hooks of transformers.
 TRUSTED_MODULES = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
+
+
+class CallCounts(NamedTuple):
+    """Counts of one rank, or of the global batch."""
+
+    num_valid: int  # labels, or clips
+    num_positions: int  # the most of any rank
+    num_frames: int
+
+
+class ReadCall(NamedTuple):
+    """A call whose arguments were checked on this rank."""
+
+    inputs: Any  # for `make_call` of the same root
+    counts: CallCounts
+    # values that the ranks of a cp group, or for MODES all ranks, must agree on
+    fingerprint: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A decoder's call that passed all checks on every rank, and this rank's share of its inputs."""
+    """A decoder's call that passed all checks on every rank, and this rank's share of it."""
 
     mesh: Mesh
     share: Share
@@ -75,120 +114,155 @@ class CheckedCall:
     divisor: float  # the summed loss is divided by it
     per_token: bool  # return TokenResults for this rank's labels
     temperature: float = 1.0  # divides the logits, if per_token
-    chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
+    chosen_sLk: Tensor | None = None  # experts of this rank's tokens, if the user chose them
     hidden_only: bool = False  # return the last layer's output
     distillation: Any = None  # a teacher and a criterion (model/distillation.py)
     media: Any = None  # this rank's images, for vision-language models
 
 
 class CallChecker:
-    """A forward pre-hook that runs before FSDP2's and turns the user's arguments into a call that `root` has checked.
+    """A forward pre-hook that turns the user's arguments into a call that `root` has checked.
 
-    Not part of forward: FSDP2 would move the full batch to the device, and does not recover from an error in forward.
+    It runs before FSDP2's, which would move the full batch to the device. And FSDP2 does not
+    recover from an error in forward.
     """
 
     def __init__(self, root: Any) -> None:  # roots/root.py
-        model = root.model
-        self.root, self.snapshot, self.is_enabled = root, _snapshot(model), True  # not enabled: while it generates
-        model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
-        model.register_load_state_dict_pre_hook(_refuse_plain_state)
+        self.root = root
+        self.snapshot = _snapshot(root.model)
+        self.is_enabled = True  # not while it generates
+        root.model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+        root.model.register_load_state_dict_pre_hook(_refuse_plain_state)
 
-    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict] | None:
+    def __call__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple[object], dict] | None:
         if not self.is_enabled:
             return None
-        if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
+        # Dynamo then falls back to eager, and the checks raise on all ranks.
+        if torch.compiler.is_compiling():
             raise ConfigError(COMPILED)
-        root, error, cause, fingerprint = self.root, None, None, dict[str, Any]()
-        counts: tuple[int, ...] = (0, 0, 0)
+        root = self.root
+        error = None
+        cause = None
+        call = ReadCall(None, CallCounts(0, 0, 0), {})
         num_threads = torch.get_num_threads()
         try:
             check_torch_modes(root.mesh.device)
-            torch.set_num_threads(1)  # the GPU is idle meanwhile, and waking other threads can take 60 ms
+            # The GPU is idle meanwhile, and waking other threads can take 60 ms.
+            torch.set_num_threads(1)
             _check_last_backward(model)
-            _read_gradient_dtypes(model)
+            read_gradient_dtypes(model)
             self._check_unchanged(model)
             check_modules(model, root.hookable, root.patchable)
             named = self._bind_arguments(args, kwargs)
-            inputs, counts, fingerprint = root.read_call(named)
-            if torch.is_grad_enabled():  # evaluation may show what a model does beyond its positions
-                root.check_positions(f"a call with {counts[1]} positions (0 to {counts[1] - 1})", counts[1])
+            call = root.read_call(named)
+            # Evaluation may show what a model does beyond its positions.
+            if torch.is_grad_enabled():
+                most = call.counts.num_positions
+                root.check_positions(f"a call with {most} positions (0 to {most - 1})", most)
         except Exception as caught:
-            error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
+            error = describe_error(caught, keep=(TypeError, ValueError, ConfigError))
+            cause = caught
         finally:
             torch.set_num_threads(num_threads)
-        totals = self._agree((error, fingerprint, *counts), cause)
-        return (root.make_call(named, inputs, *totals),), {}
+        totals = self._agree(error, cause, call)
+        return (root.make_call(named, call.inputs, totals),), {}
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments by name. Positional ones have the order of transformers' forward."""
+        """Return all arguments by name; positional ones have transformers' order."""
         names = self.root.argument_names
         named = dict(zip(names, args, strict=False))
         twice = sorted(named.keys() & kwargs.keys())
         if twice or len(args) > len(named):
-            problem = f"{twice[0]} was passed twice" if twice else f"{len(args)} positional arguments are too many"
-            raise TypeError(f"{problem}; pass arguments by name, or in the order {', '.join(names)}")
+            problem = f"{len(args)} positional arguments are too many"
+            if twice:
+                problem = f"{twice[0]} was passed twice"
+            fix = f"pass arguments by name, or in the order {', '.join(names)}"
+            raise TypeError(f"{problem}; {fix}")
         return named | kwargs
 
     def _check_unchanged(self, model: nn.Module) -> None:
-        before, now = self.snapshot, _snapshot(model)
+        before = self.snapshot
+        now = _snapshot(model)
         for name in {**before, **now}:
             if name not in before or now.get(name) not in (before[name], GATHERED_PARAMETER):
                 raise ConfigError(
-                    f"{name} was added, removed, replaced, tied or converted after parallelize, which has no effect; "
-                    "change the model first, then parallelize; to compute in another dtype, set Layout(dtype=...)"
+                    f"{name} was added, removed, replaced, tied or converted after parallelize, "
+                    "which has no effect; change the model first, then parallelize; to compute in "
+                    "another dtype, set Layout(dtype=...)"
                 )
 
-    def _agree(self, report: Report, cause: Exception | None) -> tuple[int, int, int]:
-        """Return the numbers of valid labels, positions and frames in the global batch. Raises on all ranks or on none.
-        Does not synchronize with the device."""
-        reports, cp = gather_objects(report), self.root.mesh.cp_size
-        raise_first([error for error, *_ in reports], cause=cause)
-        _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
-        num_valid, num_positions, num_frames = zip(*(report[2:] for report in reports[::cp]), strict=True)
-        return sum(num_valid), max(num_positions), sum(num_frames)
+    def _agree(
+        self, error: RankError | None, cause: Exception | None, call: ReadCall
+    ) -> CallCounts:
+        """Return the counts of the global batch. Raises on all ranks or on none. Does not
+        synchronize with the device."""
+        reports = gather_objects((error, call.fingerprint, call.counts))
+        cp = self.root.mesh.cp_size
+        raise_first([error for error, _, _ in reports], cause=cause)
+        _raise_if_ranks_differ([fingerprint for _, fingerprint, _ in reports], cp)
+        counts = [counts for _, _, counts in reports[::cp]]
+        num_valid, num_positions, num_frames = zip(*counts, strict=True)
+        return CallCounts(sum(num_valid), max(num_positions), sum(num_frames))
 
 
 # ---- arguments of a call
 
 
-def parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
-    """Return the tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
+def parse_arguments(named: dict[str, Any]) -> tuple[dict[str, Tensor], float | None]:
+    """Return the tensors among the arguments, on the host, and num_items_in_batch."""
     for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS, *INTERNAL_ARGUMENTS}:
-        value, no_effect = named[name], name == "return_dict"  # use_cache=False and return_dict=True change nothing
+        # use_cache=False and return_dict=True change nothing
+        value = named[name]
+        no_effect = name == "return_dict"
         if value is not None and (isinstance(value, Tensor) or value != no_effect):
             raise TypeError(
-                f"{name} is not supported by a parallel model; use {', '.join(ARGUMENTS)}. For hidden states, hook the "
-                "decoder layers. For a cache, use model.generate"
+                f"{name} is not supported by a parallel model; use {', '.join(ARGUMENTS)}. For "
+                "hidden states, hook the decoder layers. For a cache, use model.generate"
             )
-    inputs = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
+    input_ids = named.get("input_ids")
+    inputs = {name: named[name] for name in INPUTS[1:] if named.get(name) is not None}
+    inputs["input_ids"] = input_ids
     if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):
         inputs.setdefault("document_ids", documents_from_lengths(ends, input_ids))
     if named.get("per_token") and not inputs.keys() & {"labels", "shift_labels"}:
         raise TypeError("per_token=True returns log-probabilities of labels; pass labels")
     temperature = named.get("temperature")
-    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
-        raise ValueError(
-            f"temperature={temperature!r} is not a number above 0; pass one for all tokens, or leave it out"
-        )
-    if temperature is not None and not named.get("per_token"):
-        raise ValueError(f"temperature={temperature} needs per_token=True; use ithaka.token_logprobs, or leave it out")
+    if temperature is not None:
+        is_number = isinstance(temperature, int | float)
+        if not is_number or not 0 < temperature < math.inf:
+            rule = f"temperature={temperature!r} is not a number above 0"
+            raise ValueError(f"{rule}; pass one for all tokens, or leave it out")
+        if not named.get("per_token"):
+            fix = "use ithaka.token_logprobs, or leave it out"
+            raise ValueError(f"temperature={temperature} needs per_token=True; {fix}")
     items = named.get("num_items_in_batch")
-    items = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
+    if isinstance(items, Tensor) and items.numel() == 1:
+        items = items.item()
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
 
 
 def shard_expert_indices(
-    layers: Any, indices: Tensor | None, shape: torch.Size, share: Share, mesh: Mesh
+    blocks: Sequence[ExpertBlock | None],
+    indices: Tensor | None,
+    shape: torch.Size,
+    share: Share,
+    mesh: Mesh,
 ) -> Tensor | None:
-    """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
+    """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from
+    [B, N, L, k]. `blocks`: those of all layers."""
     if indices is None:
         return None
-    check_choices([layer.forward.experts.block for layer in layers], indices, shape)
-    return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
+    check_choices(blocks, indices, shape)
+    indices_SLk = indices.flatten(0, 1).to("cpu", torch.int16)
+    return select_own_tokens(indices_SLk, mesh, share.docs.sharding, 0).to(mesh.device)
 
 
-def fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
-    """Return the shape and hash of each tensor argument, or its value: equal on two ranks only if the arguments are."""
+def fingerprint_call(
+    tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the shape and hash of each tensor, or its value: equal only for equal arguments."""
     fingerprint: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
     if isinstance(experts := named.get("expert_indices"), Tensor):
         tensors = tensors | {"expert_indices": experts.cpu()}
@@ -196,30 +270,37 @@ def fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dic
         values: Any = tensor.contiguous().numpy()
         digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
         fingerprint[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
-    fingerprint |= {"temperature": named.get("temperature") or 1.0, "per_token": bool(named.get("per_token"))}
+    fingerprint["temperature"] = named.get("temperature") or 1.0
+    fingerprint["per_token"] = bool(named.get("per_token"))
     labelled = bool(tensors.keys() & {"labels", "shift_labels"})
-    return fingerprint | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
+    modes = (labelled, torch.is_grad_enabled(), items)
+    return fingerprint | dict(zip(MODES, modes, strict=True))
 
 
 # ---- differences between ranks
 
 
 def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
-    """Raise ConfigError unless the ranks of each cp group have the same batch, and all ranks the same MODES."""
+    """Refuse different batches in a cp group, and different MODES of any ranks."""
     same_batch = (
-        "ranks {} and {} share a sequence but have different batches: {}. Pass the same batch on all ranks of a cp "
-        "group: shard data by the data-parallel rank, not the global one, e.g. DistributedSampler(dataset, "
-        f"num_replicas={len(calls) // cp}, rank=torch.distributed.get_rank() // {cp})"
+        "ranks {} and {} share a sequence but have different batches: {}. Pass the same batch on "
+        "all ranks of a cp group: shard data by the data-parallel rank, not the global one, e.g. "
+        f"DistributedSampler(dataset, num_replicas={len(calls) // cp}, "
+        f"rank=torch.distributed.get_rank() // {cp})"
     )
     same_modes = (
-        "ranks {} and {} make different calls: {}. Pass labels on every rank or on none, use torch.no_grad() on every "
-        "rank or on none, and set num_items_in_batch to the valid labels of all data-parallel ranks"
+        "ranks {} and {} make different calls: {}. Pass labels on every rank or on none, use "
+        "torch.no_grad() on every rank or on none, and set num_items_in_batch to the valid labels "
+        "of all data-parallel ranks"
     )
     for b, call in enumerate(calls[1:], 1):
         inputs = [name for name in call if name not in MODES]
         for a, names, message in ((b - b % cp, inputs, same_batch), (0, MODES, same_modes)):
-            values = [(name, calls[a][name], call[name]) for name in names]
-            differences = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in values if x != y]
+            differences = [
+                f"{name}: {calls[a][name]} on rank {a}, {call[name]} on rank {b}"
+                for name in names
+                if calls[a][name] != call[name]
+            ]
             if differences:
                 raise ConfigError(message.format(a, b, "; ".join(differences)))
 
@@ -236,56 +317,62 @@ def check_modules(model: nn.Module, hookable: re.Pattern, patchable: re.Pattern)
                 continue
             if not hookable.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
                 raise ConfigError(
-                    f"{where} has a {kind}, which a parallel model would ignore or call with other values; remove the "
-                    "hook, or put it on the decoder layer or embed_tokens"
+                    f"{where} has a {kind}, which a parallel model would ignore or call with "
+                    "other values; remove the hook, or put it on the decoder layer or embed_tokens"
                 )
-        if "forward" in vars(module) and not patchable.fullmatch(name) and not _is_trusted(module.forward):
+        is_replaced = "forward" in vars(module) and not patchable.fullmatch(name)
+        if is_replaced and not _is_trusted(module.forward):
             raise ConfigError(
-                f"{where} has a replaced forward, which a parallel model would ignore; parallelize the model as "
-                "Hugging Face loads it, without patches and without a device_map over several devices"
+                f"{where} has a replaced forward, which a parallel model would ignore; "
+                "parallelize the model as Hugging Face loads it, without patches and without a "
+                "device_map over several devices"
             )
     for name, param in model.named_parameters():
-        if param._backward_hooks:
+        if has_gradient_hooks(param):
             raise ConfigError(
-                f"{name} has a gradient hook, which FSDP2 does not call; change param.grad after backward, or use "
-                "register_post_accumulate_grad_hook after parallelize"
+                f"{name} has a gradient hook, which FSDP2 does not call; change param.grad after "
+                "backward, or use register_post_accumulate_grad_hook after parallelize"
             )
 
 
-def _is_trusted(function: Any) -> bool:
+def _is_trusted(function: Callable[..., object]) -> bool:
     return str(getattr(inspect.unwrap(function), "__module__", "")).startswith(TRUSTED_MODULES)
 
 
 def _snapshot(model: nn.Module) -> dict[str, Any]:
     """Name -> module, and name -> dtype for parameters; a tied parameter has one name."""
-    dtypes = {name: p.dtype if isinstance(p, DTensor) else GATHERED_PARAMETER for name, p in model.named_parameters()}
+    dtypes = {
+        name: p.dtype if isinstance(p, DTensor) else GATHERED_PARAMETER
+        for name, p in model.named_parameters()
+    }
     return {**dict(model.named_modules()), **dtypes}
 
 
 def mark_replaced_parameters(model: nn.Module) -> None:
-    """Mark the parameters that FSDP2 will replace, so that optimizers made with them are refused."""
+    """Mark the parameters that FSDP2 will replace: optimizers made with them are refused."""
     _watch_optimizers(_check_optimizer)
     for param in model.parameters():
         param.replaced_by_shards = True  # type: ignore[attr-defined]
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    if any(hasattr(param, "replaced_by_shards") for group in optimizer.param_groups for param in group["params"]):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(hasattr(param, "replaced_by_shards") for param in params):
         raise ConfigError(
-            f"the {type(optimizer).__name__} was made before parallelize, with parameters that the model no longer uses"
-            "; make it from model.parameters() after parallelize"
+            f"the {type(optimizer).__name__} was made before parallelize, with parameters that "
+            "the model no longer uses; make it from model.parameters() after parallelize"
         )
     # Fused and foreach steps do not increment the version of sharded parameters.
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    torch.autograd.graph.increment_version([param for param in params if isinstance(param, DTensor)])
+    changing = [param for param in params if param.grad is not None and isinstance(param, DTensor)]
+    torch.autograd.graph.increment_version(changing)
 
 
 # ---- the dtype of parallelize, and wrappers around its result
 
 
-def compute_dtype(model: Any, layout: Layout) -> torch.dtype:
-    """Return the layout's dtype, or else the model's. Raises ConfigError if gradients would underflow in it, or in
-    the dtype of a trained parameter, which they have after backward."""
+def compute_dtype(model: "PreTrainedModel", layout: Layout) -> torch.dtype:
+    """Return the layout's dtype, or else the model's. Refuses dtypes in which gradients would
+    underflow, also of trained parameters, which have gradients of their dtype."""
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     check_dtype("the model's dtype", str(dtype).removeprefix("torch."))
     for name, param in model.named_parameters():
@@ -299,31 +386,32 @@ class _RefuseDDP:
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
-            "DistributedDataParallel cannot wrap a parallel model: its parameters are sharded, and backward already "
-            "sums gradients over all ranks; use the model that parallelize returns"
+            "DistributedDataParallel cannot wrap a parallel model: its parameters are sharded, "
+            "and backward already sums gradients over all ranks; use the model that parallelize "
+            "returns"
         )
 
 
 def refuse_wrappers(model: nn.Module) -> None:
     """Make DDP and REFUSED_METHODS raise. torch.compile(model) raises at the first call."""
-    model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
+    set_ddp_ignored(model, _RefuseDDP())
     for name, fix in REFUSED_METHODS.items():
         setattr(model, name, partial(_refuse, f"{name}() does not work on a parallel model; {fix}"))
 
 
-def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(message: str, *args: object, **kwargs: object) -> NoReturn:
     raise ConfigError(message)
 
 
-def _refuse_plain_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse plain tensors in `load_state_dict`, where they would have to be sharded."""
+def _refuse_plain_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse plain tensors, which would have to be sharded."""
     for name, param in model.named_parameters():
         value = state.get(prefix + name)
         if isinstance(param, DTensor) and value is not None and not isinstance(value, DTensor):
             raise ConfigError(
-                f"load_state_dict got a plain tensor for {name}, which is sharded; load it before parallelize, or use "
-                "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)) from "
-                "torch.distributed.checkpoint.state_dict"
+                f"load_state_dict got a plain tensor for {name}, which is sharded; load it before "
+                "parallelize, or use set_model_state_dict(model, state, options=StateDictOptions"
+                "(full_state_dict=True)) from torch.distributed.checkpoint.state_dict"
             )
 
 
@@ -331,21 +419,29 @@ def _refuse_plain_state(model: nn.Module, state: dict[str, Any], prefix: str, *_
 
 
 def count_changes(*modules: nn.Module) -> int:
-    """In-place changes so far to the FSDP2 parameters of `modules`: to their shards, and to gathered ones, which the
-    root keeps until backward.
+    """In-place changes so far to the FSDP2 parameters of `modules`: to their shards, and to
+    gathered ones, which the root keeps until backward.
 
     Autograd does not detect them, because backward gathers the shards again.
     """
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules if isinstance(module, FSDPModule)]
-    params: list[Any] = [param for group in groups if group is not None for param in group.fsdp_params]
-    shards = [param.sharded_param for param in params]
-    gathered = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
-    return sum(tensor._version for tensor in (*shards, *(shard._local_tensor for shard in shards), *gathered))
+    groups = [param_group(module) for module in modules if isinstance(module, FSDPModule)]
+    params: list[Any] = [
+        param for group in groups if group is not None for param in group.fsdp_params
+    ]
+    changes = 0
+    for param in params:
+        shard = param.sharded_param
+        changes += version_of(shard) + version_of(shard_of(shard))
+        gathered = gathered_param(param)
+        if gathered is not None:
+            changes += version_of(gathered)
+    return changes
 
 
 def guard_backward(units: Mapping[str, Callable[[], int]], outputs: Iterable[Tensor]) -> None:
-    """Make backward from `outputs` raise if the changes that `units` count are not those of now. It raises before FSDP2
-    starts, so the model stays usable. Untied embeddings may change: backward does not read them."""
+    """Make backward from `outputs` raise if the counts of `units` change until then. It raises
+    before FSDP2 starts, so the model stays usable. Untied embeddings may change: backward does not
+    read them."""
     before = [count() for count in units.values()]
 
     def check(grad: Tensor) -> None:
@@ -365,42 +461,38 @@ def guard_backward(units: Mapping[str, Callable[[], int]], outputs: Iterable[Ten
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each of its modules back into its own mode at the end."""
+    """Put a model into evaluation mode, and at the end each module back into its own."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in in_training:  # model.train() would also change modules that the user froze with eval()
+        # model.train() would also change modules that the user froze with eval().
+        for module in in_training:
             module.training = True
 
 
-def _check_last_backward(model: Any) -> None:
-    """Refuse a model whose last backward raised: FSDP2 would silently skip gradients from then on."""
-    if model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+def _check_last_backward(model: nn.Module) -> None:
+    """Refuse a model whose last backward raised: FSDP2 would skip gradients."""
+    assert isinstance(model, FSDPModule)
+    if has_unfinished_backward(model):
         raise ConfigError(
-            "an earlier backward of this model did not finish, so FSDP2 would skip gradients; load and parallelize the "
-            "model again, or resume from the latest checkpoint"
+            "an earlier backward of this model did not finish, so FSDP2 would skip gradients; "
+            "load and parallelize the model again, or resume from the latest checkpoint"
         )
-
-
-def _read_gradient_dtypes(model: Any) -> None:
-    """FSDP2 reads the dtypes of gradients in its first call, from the parameters that are trainable then. If adapters
-    were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
-    for state in model._get_fsdp_state()._state_ctx.all_states:
-        group = state._fsdp_param_group
-        if group is not None and getattr(group, "_orig_dtype", False) is None:  # torch 2.15 has none: it needs no help
-            group._init_mp_dtypes()
 
 
 def check_torch_modes(device: torch.device) -> None:
     """Refuse autocast, inference mode and torch.compile around a call."""
-    cast, dtype = torch.is_autocast_enabled(device.type), str(torch.get_autocast_dtype(device.type))[len("torch.") :]
+    cast = torch.is_autocast_enabled(device.type)
+    dtype = str(torch.get_autocast_dtype(device.type))[len("torch.") :]
     if torch.compiler.is_compiling() or callable(get_compile_callback()):
         raise ConfigError(COMPILED)
+    autocast = f"torch.autocast({device.type!r}, {dtype})"
+    inference = torch.is_inference_mode_enabled()
     for is_on, mode, instead in (
-        (cast, f"torch.autocast({device.type!r}, {dtype})", f"Layout(dtype={dtype!r}) or model.dtype"),
-        (torch.is_inference_mode_enabled(), "torch.inference_mode()", "torch.no_grad()"),
+        (cast, autocast, f"Layout(dtype={dtype!r}) or model.dtype"),
+        (inference, "torch.inference_mode()", "torch.no_grad()"),
     ):
         if is_on:
             raise ConfigError(f"{mode} has no effect on a parallel model; use {instead} instead")

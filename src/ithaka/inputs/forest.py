@@ -19,18 +19,22 @@ class Node(NamedTuple):
 
 
 class Forest:
-    """A forest of token sequences. Common prefixes of fewer than `min_tokens` are not shared; None: share nothing.
+    """A forest of token sequences. Common prefixes of fewer than `min_tokens` are not shared; None:
+    share nothing.
 
-    Children are found by their first rows (`min_tokens` of them, or all of a shorter node), so adding a sequence takes
-    time in proportion to its length, however many it has to be compared with.
+    Children are found by their first rows (`min_tokens` of them, or all of a shorter node), so
+    adding a sequence takes time in proportion to its length, not to the number of sequences.
     """
 
     def __init__(self, min_tokens: int | None) -> None:
-        self.min_tokens, self.num_tokens = min_tokens, 0
+        self.min_tokens = min_tokens
+        self.num_tokens = 0
         self._rows: list[np.ndarray] = []  # per sequence, [tokens, ...]
         self._nodes: list[Node] = []
-        self._ranks: list[int] = []  # order of creation. A split node's upper part keeps the rank, its lower the index.
-        self._children: dict[int, dict[int, dict[bytes, int]]] = defaultdict(dict)  # by parent, number of rows and rows
+        # order of creation. A split node's upper part keeps the rank, its lower the index.
+        self._ranks: list[int] = []
+        # by parent, number of rows and rows
+        self._children: dict[int, dict[int, dict[bytes, int]]] = defaultdict(dict)
         self._ends: list[int] = []
 
     def count_new(self, own: np.ndarray) -> int:
@@ -41,7 +45,8 @@ class Forest:
         self._rows.append(own)
         node, at = self._descend(own)
         if node >= 0 and at < self._nodes[node].stop:
-            upper, lower = len(self._nodes), node
+            upper = len(self._nodes)
+            lower = node
             self._nodes.append(self._nodes[lower]._replace(stop=at))
             self._nodes[lower] = self._nodes[lower]._replace(start=at, parent=upper)
             self._ranks.append(self._ranks[lower])
@@ -59,10 +64,11 @@ class Forest:
     def sort(self) -> tuple[list[Node], list[int]]:
         """Return the nodes, and the node in which each sequence ends.
 
-        Parents come before children, and the largest subtree comes first, so that attention treats long paths as one
-        document and batches answers of equal length.
+        Parents come before children, and the largest subtree comes first, so that attention treats
+        long paths as one document and batches answers of equal length.
         """
-        nodes, sizes = self._nodes, [stop - start for _, start, stop, _ in self._nodes]
+        nodes = self._nodes
+        sizes = [stop - start for _, start, stop, _ in self._nodes]
         children = defaultdict[int, list[int]](list)
         for number in sorted(range(len(nodes)), key=self._ranks.__getitem__):
             children[nodes[number].parent].append(number)
@@ -71,7 +77,8 @@ class Forest:
             top_down += children[number]
         for number in reversed(top_down):
             sizes[number] += sum(sizes[child] for child in children[number])
-        order, stack = list[int](), sorted(children[-1], key=sizes.__getitem__)
+        order = list[int]()
+        stack = sorted(children[-1], key=sizes.__getitem__)
         while stack:
             order.append(stack.pop())
             stack += sorted(children[order[-1]], key=sizes.__getitem__)
@@ -80,18 +87,26 @@ class Forest:
         return [nodes[old]._replace(parent=places[nodes[old].parent]) for old in order], ends
 
     def _descend(self, own: np.ndarray) -> tuple[int, int]:
-        """Return the last node that a sequence goes through, at least in part, and the tokens shared up to there."""
-        at, node = 0, -1
+        """Return the last node that a sequence shares in part, and the tokens up to there."""
+        at = 0
+        node = -1
         if self.min_tokens is None:
             return node, at
         while node < 0 or at == self._nodes[node].stop:
             rest = own[at:]
-            matches = [by_rows.get(rest[:n].tobytes()) for n, by_rows in self._children[node].items()]
-            child = min((match for match in matches if match is not None), key=self._ranks.__getitem__, default=None)
+            matches = [
+                by_rows.get(rest[:n].tobytes()) for n, by_rows in self._children[node].items()
+            ]
+            child = min(
+                (match for match in matches if match is not None),
+                key=self._ranks.__getitem__,
+                default=None,
+            )
             if child is None:
                 break
             sequence, start, stop, _ = self._nodes[child]
-            at, node = at + _count_equal(rest, self._rows[sequence][start:stop]), child
+            at = at + _count_equal(rest, self._rows[sequence][start:stop])
+            node = child
         return node, at
 
     def _link(self, node: int) -> None:
@@ -103,7 +118,7 @@ class Forest:
 
 
 def build_forest(rows: Iterable[np.ndarray], min_tokens: int) -> tuple[list[Node], list[int]]:
-    """Return the sorted nodes of a forest of the sequences `rows`, and the node in which each one ends."""
+    """Return the sorted nodes of a forest of sequences, and the node in which each ends."""
     forest = Forest(min_tokens)
     for own in rows:
         forest.add(own)

@@ -13,23 +13,27 @@ from ithaka.layer.slabs import StoreError
 
 
 class DiskFile:
-    """An unnamed file, which the system deletes with the process, even after kill -9. Space is reserved up front."""
+    """An unnamed file, which dies with the process, even after kill -9. Space is reserved first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.used_bytes = self.busy_bytes = 0  # reserved in the file, and in use by tensors
+        self.used_bytes = 0  # reserved in the file
+        self.busy_bytes = 0  # in use by tensors
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._lock = threading.RLock()  # re-entrant, as in SlabPool
         self._file: Any = None
         self.failure: str | None = None  # message of the first failed background write
-        self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: time with at least one transfer in flight
-        self._num_transfers, self._busy_since = 0, 0.0
+        self.moved_bytes = 0
+        self.busy_s = 0.0  # with at least one transfer in flight
+        self._num_transfers = 0
+        self._busy_since = 0.0
 
     def start_pass(self, num_bytes: int) -> None:
-        """Call while nothing is kept. If the first tensor has a new size, shapes have changed: start over."""
+        """Call while nothing is kept. If the first tensor has a new size, start over."""
         with self._lock:
             if not self._free.get(num_bytes):
-                self._free, self.used_bytes = {}, 0
+                self._free = {}
+                self.used_bytes = 0
 
     def mark_free(self, num_bytes: int, offset: int) -> None:
         with self._lock:
@@ -37,17 +41,18 @@ class DiskFile:
             self._free.setdefault(num_bytes, []).append(offset)
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve `num_bytes` and return their offset. A full disk fails here, not in a background write."""
+        """Reserve bytes and return their offset. A full disk fails here, not in the background."""
         with self._lock:
             if self.failure is not None:
                 raise StoreError("disk", self.failure)
-            if free := self._free.get(num_bytes):
+            free = self._free.get(num_bytes)
+            if free:
                 self.busy_bytes += num_bytes
                 return free.pop()
             offset = self.used_bytes
             try:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (open until this object is deleted)
+                if self._file is None:  # open until this object is deleted
+                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115
                 os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
             except OSError as error:
                 needed = f"{num_bytes} more bytes needed in {self.directory}, with {offset} in use"
@@ -67,8 +72,8 @@ class DiskFile:
         self._transfer("read", lambda file, data, at: os.preadv(file, [data], at), into, offset)
 
     def _drop_pages(self, verb: str, offset: int, num_bytes: int) -> None:
-        """Drop these pages from the page cache, which counts against the memory limit of a container. Pages can be
-        dropped only once they are on disk."""
+        """Drop pages from the page cache, which counts against a container's memory limit, once
+        they are on disk."""
         if verb == "write":
             os.fdatasync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -87,7 +92,9 @@ class DiskFile:
                 self.moved_bytes += num_bytes
                 self.busy_s += 0.0 if self._num_transfers else time.monotonic() - self._busy_since
 
-    def _transfer(self, verb: str, call: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
+    def _transfer(
+        self, verb: str, call: Callable[[int, memoryview, int], int], data: memoryview, offset: int
+    ) -> None:
         try:
             with self._timed_transfer(len(data)):
                 while data:
@@ -95,11 +102,16 @@ class DiskFile:
                     if moved == 0:
                         raise OSError(f"the file ends at {offset}")
                     self._drop_pages(verb, offset, moved)
-                    data, offset = data[moved:], offset + moved
+                    data = data[moved:]
+                    offset = offset + moved
         except OSError as error:
-            raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error
+            problem = f"could not {verb} {len(data)} bytes in {self.directory}"
+            raise self._error(problem, error) from error
 
     @staticmethod
     def _error(problem: str, error: OSError) -> StoreError:
-        fix = "set memory.disk_path to a larger disk, or use memory.offload=host or a shorter data.context"
-        return StoreError("disk", f"disk: {problem} ({error.strerror or error}); {fix}")
+        return StoreError(
+            "disk",
+            f"disk: {problem} ({error.strerror or error}); set memory.disk_path to a larger disk, "
+            "or use memory.offload=host or a shorter data.context",
+        )

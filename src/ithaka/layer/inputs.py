@@ -1,4 +1,5 @@
-"""What a layer gets: its arguments (`LayerInputs`), and what is the same for all layers of a call (`CallState`).
+"""What a layer gets: its arguments (`LayerInputs`), and what is the same for all layers of a call
+(`CallState`).
 
 Shapes: s tokens on this rank, t in a tile, L layers, k experts per token.
 """
@@ -9,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ithaka.attention.docs import Docs
 from ithaka.blocks.routing import LoadBalancingLoss
+from ithaka.foreign.torch_core import pytree
 
 
 @dataclass
 class CallState:
-    """One call of a model: what its layers need in addition to their arguments. A layer saves it for backward."""
+    """One call of a model: what layers need in addition to their arguments, also in backward."""
 
     docs: Docs
     num_positions: int = 0  # 1 + the largest position on any rank
@@ -27,8 +28,8 @@ class CallState:
 
 
 class CurrentCall:
-    """The call that a model is in. Layers and rotary embeddings that transformers calls cannot get it as an argument,
-    so they share this object and read it once, when they are called."""
+    """The call that a model is in. Layers and rotary embeddings, which transformers calls, share
+    this object instead of an argument, and read it once, when they are called."""
 
     state: CallState | None = None
 
@@ -43,13 +44,13 @@ class CurrentCall:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The arguments of a layer other than the residual stream, for all tokens of this rank or for a tile."""
+    """The arguments of a layer other than x, for all tokens of this rank or for a tile."""
 
     leaves: list[Any]
     tree_spec: Any
     token_dims: Sequence[int | None]
     num_tokens: int
-    ids_t: Tensor | None = None  # a number per document, for convolutions; None: all tokens are in one
+    ids_t: Tensor | None = None  # a number per document, for convolutions; None: there is one
 
     @classmethod
     def pack(
@@ -57,7 +58,9 @@ class LayerInputs:
     ) -> "LayerInputs":
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if len(leaves) != len(token_dims):
-            raise RuntimeError(f"a layer got {len(leaves)} arguments, but {len(token_dims)} when it was checked")
+            raise RuntimeError(
+                f"a layer got {len(leaves)} arguments, but {len(token_dims)} when it was checked"
+            )
         return cls(leaves, tree_spec, token_dims, num_tokens)
 
     def unpack(self) -> tuple[tuple, dict[str, Any]]:
@@ -70,8 +73,8 @@ class LayerInputs:
     @property
     def trained(self) -> list[tuple[int, Tensor]]:
         """The leaves that need gradients, with their indices."""
-        tensors = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return [(i, leaf) for i, leaf in tensors if leaf.requires_grad]
+        leaves = enumerate(self.leaves)
+        return [(i, t) for i, t in leaves if isinstance(t, Tensor) and t.requires_grad]
 
     def tile(self, rows: slice) -> "LayerInputs":
         num_tokens = rows.stop - rows.start

@@ -1,11 +1,10 @@
-"""Ring attention: first to this member's own keys, then to the keys of the other members, in rounds.
+"""Ring attention: first to this member's own keys, then to the other members', in rounds.
 
-Shapes: S tokens of this member, n query and m kv heads, K head dim, p tokens of a round. While one round is computed,
-the next round's k and v and the previous round's dk and dv are in flight. Without a ring, or if no row attends to
-another member's keys, there are no rounds, and nothing is copied or sent.
+Shapes: S tokens of this member, n query and m kv heads, K head dim, p tokens of a round. While one
+round is computed, the next round's k and v and the previous round's dk and dv are in flight.
+Without a ring, or if no row attends to another member's keys, there are no rounds, and nothing is
+copied or sent.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from ithaka.sharding.tokens import RingRound
 def ring_attention(
     q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return out_SnK and lse_nS of this member's rows. Across rounds, `out` is summed in fp32 (fp64 for fp64)."""
+    """Return out_SnK and lse_nS of this member's rows. Rounds sum `out` in fp32 (fp64 for fp64)."""
     rounds = _ring_rounds(spec)
     if not rounds:
         return attention(q_SnK, k_SmK, v_SmK, **spec)
@@ -32,7 +31,8 @@ def ring_attention(
     attention(q_SnK, k_SmK, v_SmK, sums=(out_SnK, lse_nS), **spec)
     for part in range(1, len(rounds) + 1):
         k_pmK, v_pmK = _wait_all(incoming)
-        incoming = _start_round(rounds[part], k_SmK, v_SmK, ring, spec) if part < len(rounds) else []
+        if part < len(rounds):
+            incoming = _start_round(rounds[part], k_SmK, v_SmK, ring, spec)
         attention(q_SnK, k_pmK, v_pmK, part=part, sums=(out_SnK, lse_nS), **spec)
         del k_pmK, v_pmK
     return out_SnK.to(q_SnK.dtype), lse_nS
@@ -49,24 +49,32 @@ def ring_attention_backward(
     ring: dist.ProcessGroup,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Overwrite `out` with dq; return dk and dv of this member's tokens. `sums` as in `attention_backward`.
-
-    Across rounds dq is summed in fp32 (fp64 for fp64); dk and dv are sent to their owners in that dtype.
+    """Overwrite `out` with dq; return dk and dv of this member's tokens. `sums` as in
+    `attention_backward`. Rounds sum dq in fp32 (fp64 for fp64), and send dk and dv in that dtype.
     """
-    rounds, out_lse = _ring_rounds(spec), (out_SnK, lse_nS)
+    rounds = _ring_rounds(spec)
+    out_lse = (out_SnK, lse_nS)
     if not rounds:
         return attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *out_lse, sums=sums, **spec)[1:]
-    incoming, returning = _start_round(rounds[0], k_SmK, v_SmK, ring, spec), list[Exchange]()
+    incoming = _start_round(rounds[0], k_SmK, v_SmK, ring, spec)
+    returning = list[Exchange]()
     dq_SnK = torch.zeros_like(q_SnK, dtype=sum_dtype(q_SnK.dtype))
-    sums = attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *out_lse, dq=dq_SnK, sums=sums, **spec)[1:]
+    sums = attention_backward(
+        dout_SnK, q_SnK, k_SmK, v_SmK, *out_lse, dq=dq_SnK, sums=sums, **spec
+    )[1:]
     for part in range(1, len(rounds) + 1):
         k_pmK, v_pmK = _wait_all(incoming)
-        incoming = _start_round(rounds[part], k_SmK, v_SmK, ring, spec) if part < len(rounds) else []
-        d_kv = attention_backward(dout_SnK, q_SnK, k_pmK, v_pmK, *out_lse, part=part, dq=dq_SnK, **spec)[1:]
+        if part < len(rounds):
+            incoming = _start_round(rounds[part], k_SmK, v_SmK, ring, spec)
+        d_kv = attention_backward(
+            dout_SnK, q_SnK, k_pmK, v_pmK, *out_lse, part=part, dq=dq_SnK, **spec
+        )[1:]
         del k_pmK, v_pmK
         with phase("exchange"):
             _add_returned_grads(sums, returning, rounds[part - 2])
-            returning = _count_sent_bytes([start_return(d, rounds[part - 1], ring) for d in d_kv], spec)
+            returning = _count_sent_bytes(
+                [start_return(d, rounds[part - 1], ring) for d in d_kv], spec
+            )
         del d_kv
     with phase("exchange"):
         _add_returned_grads(sums, returning, rounds[-1])
@@ -75,7 +83,8 @@ def ring_attention_backward(
 
 
 def _ring_rounds(spec: AttentionSpec) -> list[RingRound]:
-    docs, causal = spec.get("docs"), spec.get("causal", True)
+    docs = spec.get("docs")
+    causal = spec.get("causal", True)
     return docs.rounds(causal, spec.get("window")) if isinstance(docs, Docs) else []
 
 
@@ -89,15 +98,19 @@ def _start_round(
 def _count_sent_bytes(started: list[Exchange], spec: AttentionSpec) -> list[Exchange]:
     docs = spec["docs"]
     assert isinstance(docs, Docs)
-    docs.sent_bytes += sum(exchange.send.nbytes for exchange in started if exchange.send is not None)
+    sent = [exchange.send for exchange in started]
+    docs.sent_bytes += sum(tensor.nbytes for tensor in sent if tensor is not None)
     return started
 
 
 @phase("exchange")
-def _wait_all(incoming: list[Exchange]) -> Any:
+def _wait_all(incoming: list[Exchange]) -> list[Tensor]:
     return [incoming.pop(0).wait() for _ in range(len(incoming))]
 
 
-def _add_returned_grads(sums: tuple[Tensor, Tensor], returning: list[Exchange], round_: RingRound) -> None:
-    for sum_SmK in sums if returning else ():
-        add_returned(sum_SmK, returning.pop(0).wait(), round_)
+def _add_returned_grads(
+    sums: tuple[Tensor, Tensor], returning: list[Exchange], round_: RingRound
+) -> None:
+    if returning:
+        for sum_SmK in sums:
+            add_returned(sum_SmK, returning.pop(0).wait(), round_)

@@ -1,4 +1,4 @@
-"""Host memory for saved activations and checkpoints: slabs, pinned if there is a GPU, and a pool of them."""
+"""Host memory for saved activations and checkpoints: slabs, and a pool of them."""
 
 import mmap
 import sys
@@ -22,7 +22,7 @@ MIN_THREADED_BYTES = 2**26
 
 
 class StoreError(RuntimeError):
-    """A tier is full or has failed. The message gives the tier, the request, the limit and a fix."""
+    """A tier is full or has failed. The message gives tier, request, limit and fix."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
@@ -36,7 +36,8 @@ class Slab:
 
     last_copy: Event = None  # the last copy out of this buffer for a tensor that is no longer kept
     num_tensors = 0  # kept here: one, or several of a short sequence
-    _end, _pinned = 0, False
+    _end = 0
+    _pinned = False
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         # Not pin_memory(), whose allocator rounds sizes up to powers of two.
@@ -49,8 +50,12 @@ class Slab:
             touch_pages(self.bytes)
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
-                fix = "raise RLIMIT_MEMLOCK (ulimit -l), or use memory.offload=none or a shorter data.context"
-                raise StoreError("host", f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); {fix}")
+                raise StoreError(
+                    "host",
+                    f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); raise "
+                    "RLIMIT_MEMLOCK (ulimit -l), or use memory.offload=none or a shorter "
+                    "data.context",
+                )
             self._pinned = True
 
     def view(self, shape: torch.Size, dtype: torch.dtype, where: slice = slice(None)) -> Tensor:
@@ -61,7 +66,8 @@ class Slab:
         start = -(-self._end // 16) * 16 if self.num_tensors else 0  # aligned for every dtype
         if start + num_bytes > len(self.bytes):
             return None
-        self.num_tensors, self._end = self.num_tensors + 1, start + num_bytes
+        self.num_tensors = self.num_tensors + 1
+        self._end = start + num_bytes
         return SlabRange(self, slice(start, self._end))
 
     def __del__(self) -> None:
@@ -72,8 +78,7 @@ class Slab:
 
 
 def touch_pages(memory: Tensor) -> None:
-    """Make the system provide the pages of new memory. cudaHostRegister would do so in one thread, several times more
-    slowly."""
+    """Make the system provide the pages of new memory. cudaHostRegister would use one thread."""
     page_starts = memory[:: mmap.PAGESIZE]  # a byte of each page
     if len(memory) < MIN_THREADED_BYTES:
         page_starts.zero_()
@@ -90,23 +95,29 @@ class SlabRange(NamedTuple):
 
 
 class SlabPool:
-    """Slabs within a budget. Those of the longest pass serve shorter ones: tensors grow with the sequence, so each uses
-    a slab of the size that it would have in the longest pass."""
+    """Slabs within a budget. Those of the longest pass serve shorter ones: tensors grow with the
+    sequence, so each uses a slab of the size that it would have in the longest pass."""
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
-        self.budget_bytes, self.pin = budget_bytes, pin
-        self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # allocated, its maximum, and in use by tensors
+        self.budget_bytes = budget_bytes
+        self.pin = pin
+        self.used_bytes = 0  # allocated
+        self.peak_bytes = 0  # the maximum of used_bytes
+        self.busy_bytes = 0  # in use by tensors
         self.num_expected = 0  # tensors that the disk threads will release
         self.waited_s = 0.0  # spent waiting for the disk
-        self.making_s = self.waited_for_slabs_s = 0.0  # seconds spent pinning, and waiting for the pinning thread
+        self.making_s = 0.0  # spent pinning
+        self.waited_for_slabs_s = 0.0  # spent waiting for the pinning thread
         self._coming: Counter[int] = Counter()  # slabs that `make_ahead` will add, by size
         self._making_bytes = 0  # size of the slab being pinned in the background
         self._slabs: dict[int, list[Slab]] = {}  # by size
-        self._first_bytes = self._longest_bytes = 0  # first tensor of this pass, and of the longest one
-        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
+        self._first_bytes = 0  # of this pass's first tensor
+        self._longest_bytes = 0  # of the longest pass's first tensor
+        # re-entrant: a handle's __del__ may run while this thread holds it
+        self._changed = threading.Condition()
 
     def start_pass(self, num_bytes: int) -> None:
-        """Call while nothing is kept, with the size of the first tensor. Makes room for a longer pass."""
+        """Call while nothing is kept, with the first tensor's size. Makes room if it is larger."""
         with self._changed:
             self._first_bytes = num_bytes
             if num_bytes > self._longest_bytes:
@@ -114,10 +125,11 @@ class SlabPool:
                 self._drop_free()
 
     def make_ahead(self, num_bytes: int, count: int) -> Callable[[], None]:
-        """Announce `count` slabs of the size of the longest pass's first tensor, and return a function that makes them,
-        to be called in another thread. It stops at the budget, or if memory cannot be pinned, which `acquire` then
-        reports."""
-        self._coming[num_bytes], self._longest_bytes = count, num_bytes
+        """Announce slabs of the size of the longest pass's first tensor; return a function that
+        makes them, for another thread. It stops at the budget, or if memory cannot be pinned,
+        which `acquire` then reports."""
+        self._longest_bytes = num_bytes
+        self._coming[num_bytes] = count
 
         def make() -> None:
             try:
@@ -148,16 +160,21 @@ class SlabPool:
         return slab is not None
 
     def acquire(self, num_bytes: int) -> SlabRange:
-        """Return `num_bytes` of a slab. If there is no room, wait for the disk threads, share any slab (several short
-        passes at once), or raise StoreError."""
+        """Return `num_bytes` of a slab. Without room, wait for the disk threads, share any slab
+        (several short passes at once), or raise StoreError."""
         with self._changed:
             while (acquired := self.try_acquire(num_bytes)) is None:
                 if not self.num_expected:
-                    if acquired := self._take([*chain(*self._slabs.values())], num_bytes):
+                    acquired = self._take([*chain(*self._slabs.values())], num_bytes)
+                    if acquired is not None:
                         return acquired
-                    used = f"{num_bytes} more bytes needed, with {self.used_bytes} of the limit of {self.budget_bytes}"
-                    fix = "memory.offload=disk, memory.keep_attention=none, more ranks (parallel.cp)"
-                    raise StoreError("host", f"host memory: {used} in use; use {fix} or a shorter data.context")
+                    raise StoreError(
+                        "host",
+                        f"host memory: {num_bytes} more bytes needed, with {self.used_bytes} of "
+                        f"the limit of {self.budget_bytes} in use; use memory.offload=disk, "
+                        "memory.keep_attention=none, more ranks (parallel.cp) or a shorter "
+                        "data.context",
+                    )
                 start = time.monotonic()
                 self._changed.wait()
                 self.waited_s += time.monotonic() - start
@@ -168,15 +185,17 @@ class SlabPool:
             in_longest = num_bytes * self._longest_bytes // max(1, self._first_bytes)
             is_known = in_longest in self._slabs or self._coming[in_longest] > 0
             size = in_longest if in_longest >= num_bytes and is_known else num_bytes
-            slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)  # free ones first
+            # free ones first
+            slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)
             acquired = self._take(slabs, num_bytes)
             while acquired is None and self._coming[size]:
                 start = time.monotonic()
                 self._changed.wait()
                 self.waited_for_slabs_s += time.monotonic() - start
                 acquired = self._take(self._slabs.get(size, ()), num_bytes)
-            if acquired is None and (slab := self._make_slab(size) or self._make_slab(num_bytes)):
-                acquired = self._take([slab], num_bytes)
+            if acquired is None:
+                slab = self._make_slab(size) or self._make_slab(num_bytes)
+                acquired = None if slab is None else self._take([slab], num_bytes)
             return acquired
 
     def _take(self, slabs: Iterable[Slab], num_bytes: int) -> SlabRange | None:
@@ -200,7 +219,8 @@ class SlabPool:
             self._drop_free()
         if not self._has_room(num_bytes):
             return None
-        self._add(slab := self._new_slab(num_bytes))
+        slab = self._new_slab(num_bytes)
+        self._add(slab)
         return slab
 
     def _new_slab(self, num_bytes: int) -> Slab:
@@ -217,9 +237,16 @@ class SlabPool:
 
     def _drop_free(self) -> None:
         self._coming.clear()
-        busy = {size: [slab for slab in slabs if slab.num_tensors] for size, slabs in self._slabs.items()}
-        self._slabs = {size: slabs for size, slabs in busy.items() if slabs}
-        self.used_bytes = sum(size * len(slabs) for size, slabs in self._slabs.items())
+        busy = {}
+        for size, slabs in self._slabs.items():
+            kept = [slab for slab in slabs if slab.num_tensors]
+            if kept:
+                busy[size] = kept
+        self._slabs = busy
+        self.used_bytes = sum(size * len(slabs) for size, slabs in busy.items())
 
     def _has_room(self, num_bytes: int) -> bool:
-        return self.budget_bytes is None or self.used_bytes + self._making_bytes + num_bytes <= self.budget_bytes
+        return (
+            self.budget_bytes is None
+            or self.used_bytes + self._making_bytes + num_bytes <= self.budget_bytes
+        )

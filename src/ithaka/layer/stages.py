@@ -1,7 +1,7 @@
 """Attention of the heads of one stage, on the rank that owns them.
 
-Shapes: t tokens of a tile, S of this ring member (of the sequence, without a ring), K head dim, c Ulysses ranks, n
-query and m kv slots of this rank; in exchange layout [c, t, n, K].
+Shapes: t tokens of a tile, S of this ring member (of the sequence, without a ring), K head dim, c
+Ulysses ranks, n query and m kv slots of this rank; in exchange layout [c, t, n, K].
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,25 +19,31 @@ from ithaka.sharding.heads import HeadTable, KvRead, Stage
 
 
 def join_slots(outs_ctnK: Sequence[Tensor]) -> Tensor:
-    """Concatenate the slots of all stages to [t, Q, K], ordered by rank and then by stage. May alias its input; do
-    not write to it."""
+    """Concatenate the slots of all stages to [t, Q, K], ordered by rank and then by stage. May
+    alias its input; do not write to it."""
     outs_tcnK = [out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK]
-    return (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1, 2)
+    joined_tcnK = outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)
+    return joined_tcnK.flatten(1, 2)
 
 
 class StagedAttention:
-    """Attention of this rank's heads, stage by stage. Holds a kv transfer from its first to its last stage.
+    """Attention of this rank's heads, stage by stage. Holds a kv transfer from its first to its
+    last stage. `ring`: the ranks with the same heads of other tokens."""
 
-    `ring`: the ranks with the same heads of other tokens.
-    """
-
-    def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, spec: AttentionSpec) -> None:
-        self.table, self.rank, self.ring, self.spec = table, rank, ring, spec
+    def __init__(
+        self, table: HeadTable, rank: int, ring: dist.ProcessGroup, spec: AttentionSpec
+    ) -> None:
+        self.table = table
+        self.rank = rank
+        self.ring = ring
+        self.spec = spec
         self._kv: dict[int, list[Tensor]] = {}
-        self._kv_grads: dict[int, list[Tensor]] = {}  # dk and dv, in fp32 if several calls add to them
+        # dk and dv, in fp32 if several calls add to them
+        self._kv_grads: dict[int, list[Tensor]] = {}
 
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out_SnK and lse_nS of this rank's slots, 0 in empty slots. `kv`: k_SmK and v_SmK of a new transfer."""
+        """Return out_SnK and lse_nS of this rank's slots, 0 in empty slots. `kv`: k_SmK and v_SmK
+        of a new transfer."""
         self._add_kv(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
@@ -47,11 +53,16 @@ class StagedAttention:
         for read in reads:
             slots = slice(read.first, read.last)
             kv_slots = self._slots(self._kv, read)
-            out_SnK[:, slots], lse_nS[slots] = ring_attention(q_SnK[:, slots], *kv_slots, self.ring, self.spec)
+            out_SnK[:, slots], lse_nS[slots] = ring_attention(
+                q_SnK[:, slots], *kv_slots, self.ring, self.spec
+            )
         return out_SnK, lse_nS
 
-    def attend_backward(self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor) -> Tensor:
-        """Return dq_SnK of this rank's slots, written over `out` (empty slots stay 0), and accumulate dk and dv.
+    def attend_backward(
+        self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor
+    ) -> Tensor:
+        """Return dq_SnK of this rank's slots, written over `out` (empty slots stay 0), and
+        accumulate dk and dv.
 
         `kv_and_lse`: k_SmK and v_SmK of a new kv transfer, if there is one, and lse_nS.
         """
@@ -59,13 +70,23 @@ class StagedAttention:
         self._add_kv(stage, kv)
         for read in stage.reads[self.rank]:
             slots = slice(read.first, read.last)
-            inputs = (dout[:, slots], q[:, slots], *self._slots(self._kv, read), out[:, slots], lse_nS[slots])
+            inputs = (
+                dout[:, slots],
+                q[:, slots],
+                *self._slots(self._kv, read),
+                out[:, slots],
+                lse_nS[slots],
+            )
             if self._is_only_read(read):
-                self._kv_grads[read.kv_transfer] = list(ring_attention_backward(*inputs, None, self.ring, self.spec))
+                self._kv_grads[read.kv_transfer] = list(
+                    ring_attention_backward(*inputs, None, self.ring, self.spec)
+                )
                 continue
             if read.kv_transfer not in self._kv_grads:
                 self._kv_grads[read.kv_transfer] = self._zeros(read.kv_transfer)
-            ring_attention_backward(*inputs, self._slots(self._kv_grads, read), self.ring, self.spec)
+            ring_attention_backward(
+                *inputs, self._slots(self._kv_grads, read), self.ring, self.spec
+            )
         return out
 
     def drop(self, kv_transfer: int) -> None:
@@ -87,35 +108,36 @@ class StagedAttention:
 
     def _is_only_read(self, read: KvRead) -> bool:
         """Whether no other read uses this kv transfer, and this one uses all of it."""
-        reads = [
-            other
-            for stage in self.table.stages
-            for other in stage.reads[self.rank]
-            if other.kv_transfer == read.kv_transfer
-        ]
-        return reads == [read] and read.num_kv == self.table.kv_transfers[read.kv_transfer].num_slots
+        reads = [each for stage in self.table.stages for each in stage.reads[self.rank]]
+        num_slots = self.table.kv_transfers[read.kv_transfer].num_slots
+        is_only = [each.kv_transfer for each in reads].count(read.kv_transfer) == 1
+        return is_only and read.num_kv == num_slots
 
     def _zeros(self, kv_transfer: int) -> list[Tensor]:
         return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[kv_transfer]]
 
     @staticmethod
     def _slots(kv_transfers: dict[int, list[Tensor]], read: KvRead) -> tuple[Tensor, Tensor]:
-        k, v = (t[:, read.kv_slot : read.kv_slot + read.num_kv] for t in kv_transfers[read.kv_transfer])
-        return k, v
+        slots = slice(read.kv_slot, read.kv_slot + read.num_kv)
+        k_SmK, v_SmK = kv_transfers[read.kv_transfer]
+        return k_SmK[:, slots], v_SmK[:, slots]
 
 
 class ExchangedAttention(torch.autograd.Function):
     """Exchange, attention and exchange back for a table of one stage. Saves q, k, v, out and lse.
 
-    A single autograd node: with several, the order of collectives would follow the graph, which differs between ranks
-    with and without empty slots.
+    A single autograd node: with several, the order of collectives would follow the graph, which
+    differs between ranks with and without empty slots.
     """
 
     @staticmethod
     def forward(ctx, table: HeadTable, group, ring, spec: AttentionSpec, q_csnK, k_csmK, v_csmK):
-        (ctx.stage,), ctx.group = table.stages, group
+        (ctx.stage,) = table.stages
+        ctx.group = group
         ctx.attention = StagedAttention(table, group.rank(), ring, spec)
-        q_SnK, k_SmK, v_SmK = (start_tokens_to_heads(t, group).wait() for t in (q_csnK, k_csmK, v_csmK))
+        q_SnK, k_SmK, v_SmK = (
+            start_tokens_to_heads(t, group).wait() for t in (q_csnK, k_csmK, v_csmK)
+        )
         out_SnK, lse_nS = ctx.attention.attend(ctx.stage, q_SnK, k_SmK, v_SmK)
         ctx.saved = q_SnK, out_SnK, lse_nS
         return start_heads_to_tokens(out_SnK, group).wait()
@@ -129,7 +151,8 @@ class ExchangedAttention(torch.autograd.Function):
         dq_SnK = ctx.attention.attend_backward(ctx.stage, q_SnK, out_SnK.clone(), dout_SnK, lse_nS)
         dq_csnK = start_heads_to_tokens(dq_SnK, ctx.group).wait()
         dkv = [
-            start_heads_to_tokens(d_SmK, ctx.group).wait() for d_SmK in ctx.attention.take_grads(ctx.stage.kv_transfer)
+            start_heads_to_tokens(d_SmK, ctx.group).wait()
+            for d_SmK in ctx.attention.take_grads(ctx.stage.kv_transfer)
         ]
         ctx.saved = ctx.attention = None
-        return None, None, None, None, dq_csnK, *dkv
+        return *[None] * 4, dq_csnK, *dkv

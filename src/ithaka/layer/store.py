@@ -1,9 +1,9 @@
 """Storage for saved activations, in three tiers: the device, pinned host memory and disk.
 
-`Store.keep` returns a handle. Deleting the handle frees its memory, so a graph dropped without a backward leaks
-nothing. `__del__` may run on any thread, including the disk writer's, so it must not block. Copies run on their own
-streams; the compute stream waits for a copy only where its data is used. On a CPU device the tiers use plain memory, so
-tests run the same code.
+`Store.keep` returns a handle. Deleting the handle frees its memory, so a graph dropped without a
+backward leaks nothing. `__del__` may run on any thread, including the disk writer's, so it must not
+block. Copies run on their own streams; the compute stream waits for a copy only where its data is
+used. On a CPU device the tiers use plain memory, so tests run the same code.
 """
 
 import sys
@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,18 @@ from ithaka.layout import float8_bytes
 from ithaka.ops import float8
 from ithaka.phases import MemoryCategory, phase, set_category
 
+Saved = TypeVar("Saved")
+
 
 class Store:
     """Keeps tensors in the tiers. One per process and device."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, host_bytes: int | None = None, disk_path: Path | None = None
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        host_bytes: int | None = None,
+        disk_path: Path | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
@@ -41,20 +47,24 @@ class Store:
         self.disk = DiskFile(disk_path or Path(tempfile.gettempdir()))
         self.out_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
-        self.threads = ThreadPoolExecutor(2, "ithaka-store", initializer=use_device, initargs=(self.device,))
+        self.threads = ThreadPoolExecutor(
+            2, "ithaka-store", initializer=use_device, initargs=(self.device,)
+        )
         self._latest: Callable[[], Any] = lambda: None
 
     def keep(self, tensor: Tensor, tier: str | None, dtype: str | None = None) -> "TensorHandle":
-        """Keep `tensor`; do not write to it before `release_source`. `tier` None: hold it for this pass only. `dtype`
-        float8: the host and the disk get a rounded copy; its rows are the last dims of x [s, D] or out [c, s, n, K]."""
+        """Keep `tensor`; do not write to it before `release_source`. `tier` None: hold it for this
+        pass only. `dtype` float8: the host and the disk get a rounded copy; its rows are the last
+        dims of x [s, D] or out [c, s, n, K]."""
         if tier is None:
             return TensorHandle(tensor)
         if tier == "device":
             return TensorHandle(set_category(tensor, MemoryCategory.KEPT))
-        return {"host": HostHandle, "disk": DiskHandle}[tier](tensor.contiguous(), self, dtype)
+        handle = {"host": HostHandle, "disk": DiskHandle}[tier]
+        return handle(tensor.contiguous(), self, dtype)
 
     def pin_ahead(self, num_bytes: int, count: int) -> None:
-        """Pin host memory in the background, for `count` tensors of a pass whose first one has `num_bytes`."""
+        """Pin memory in the background: `count` tensors of a pass; the first has `num_bytes`."""
         make = self.pool.make_ahead(num_bytes, count)
 
         def run() -> None:
@@ -66,18 +76,23 @@ class Store:
         threading.Thread(target=run, daemon=True, name="pinning").start()
 
     def disk_use(self) -> tuple[int, float, float]:
-        """Since the last call: bytes moved to and from disk, seconds with transfers in flight, seconds of waiting."""
+        """Since the last call: bytes moved to and from disk, seconds of doing so and of waiting."""
         usage = self.disk.moved_bytes, self.disk.busy_s, self.pool.waited_s
-        self.disk.moved_bytes, self.disk.busy_s, self.pool.waited_s = 0, 0.0, 0.0
+        self.disk.moved_bytes = 0
+        self.disk.busy_s = 0.0
+        self.pool.waited_s = 0.0
         return usage
 
-    def register_layer(self, saved: Any) -> Callable[[], Any]:
-        """Register a layer's saved activations; return a weak reference to those of the layer below."""
-        below, self._latest = self._latest, weakref.ref(saved)
+    def register_layer(self, saved: Saved) -> Callable[[], Saved | None]:
+        """Register what a layer saves; return a weak reference to that of the layer below."""
+        below = self._latest
+        self._latest = weakref.ref(saved)
         return below
 
     def record_event(self, stream: "torch.cuda.Stream | None" = None) -> Event:
-        return (stream or torch.cuda.current_stream(self.device)).record_event() if self.on_gpu else None
+        if not self.on_gpu:
+            return None
+        return (stream or torch.cuda.current_stream(self.device)).record_event()
 
     def wait_event(self, event: Event) -> None:
         """Make the compute stream wait for `event`."""
@@ -106,20 +121,19 @@ class TensorHandle:
         """Release the tensor passed to `keep`. Its memory is reused after the copy."""
 
     def read_ahead(self, wait: bool = False) -> None:
-        """Start reading from disk into host memory, if there is room or, with `wait`, once there is."""
+        """Start reading from disk to the host, if there is room or, with `wait`, once there is."""
 
     def prefetch(self) -> None:
         """Start copying the tensor to the device."""
 
     def fetch(self) -> Tensor:
-        """Return the tensor on the device, ready for the current stream. May be called repeatedly."""
+        """Return the tensor on the device, ready for the current stream. Repeatable."""
         return self._tensor
 
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
-        """Yield tiles along `dim` (0 or 1). The next tile is copied while the caller uses the current one.
-
-        `hold`: keep the copied tensor on the device for later calls; needs dim 0 and slices that cover the tensor.
-        """
+        """Yield tiles along `dim` (0 or 1), each copied while the caller uses the one before.
+        `hold`: keep the tensor on the device for later calls; needs dim 0 and slices that cover
+        it."""
         for rows in slices:
             yield self._tensor[rows] if dim == 0 else self._tensor[:, rows]
 
@@ -128,7 +142,10 @@ class HostHandle(TensorHandle):
     """A tensor kept in a slab of pinned host memory."""
 
     def __init__(self, tensor: Tensor, store: Store, dtype: str | None = None) -> None:
-        self.store, self.shape, self.dtype, self.nbytes = store, tensor.shape, tensor.dtype, tensor.nbytes
+        self.store = store
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.nbytes = tensor.nbytes
         self._rows: tuple[int, int] | None = None  # number and width, if they are rounded
         if dtype == "float8":
             num_dims = min(tensor.dim() - 1, 2)
@@ -150,8 +167,8 @@ class HostHandle(TensorHandle):
 
     def release_source(self) -> None:
         if self._source is not None:
-            # With this wait (the copy finished long ago) the allocator can reuse the memory in stream order. With
-            # record_stream, reuse would depend on how far the host runs ahead.
+            # With this wait (the copy finished long ago) the allocator can reuse the memory in
+            # stream order. With record_stream, reuse would depend on how far the host runs ahead.
             self.store.wait_event(self._copied_out)
             self._source = None
 
@@ -164,7 +181,8 @@ class HostHandle(TensorHandle):
             return self._source
         self.prefetch()
         assert self._prefetched is not None
-        (tensor, done), self._prefetched = self._prefetched, None
+        (tensor, done) = self._prefetched
+        self._prefetched = None
         self.store.wait_event(done)
         return tensor
 
@@ -184,7 +202,8 @@ class HostHandle(TensorHandle):
                 yield tile
             self._source = full
         finally:
-            if incoming is not None:  # stopped early: its memory must not be reused while the copy writes to it
+            # stopped early: its memory must not be reused while the copy writes to it
+            if incoming is not None:
                 self.store.wait_event(incoming[1])
 
     @phase("copies")
@@ -199,23 +218,31 @@ class HostHandle(TensorHandle):
 
     def _host_tensor(self) -> Tensor:
         assert self._range is not None
-        slab, where = self._range  # a rounded tensor is bytes
-        return slab.view(self.shape, self.dtype, where) if self._rows is None else slab.bytes[where]
+        slab, where = self._range
+        if self._rows is not None:  # a rounded tensor is bytes
+            return slab.bytes[where]
+        return slab.view(self.shape, self.dtype, where)
 
     @phase("copies")
     def _copy_in(self, rows: slice, dim: int, full: Tensor | None = None) -> tuple[Tensor, Event]:
         """Start copying `rows` into their place in `full`, or else into a new tensor."""
-        store, host = self.store, self._host_tensor()
+        store = self.store
+        host = self._host_tensor()
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
-        tensor = full[rows] if full is not None else torch.empty(shape, dtype=self.dtype, device=store.device)
+        if full is None:
+            tensor = torch.empty(shape, dtype=self.dtype, device=store.device)
+        else:
+            tensor = full[rows]
         # One copy per contiguous block: PyTorch would copy anything else on the host first.
         blocks = enumerate(tensor) if dim == 1 else [(0, tensor)]
         with store.on_stream(store.in_stream, store.record_event(), self._copied_out):
             for i, into in blocks:
                 if self._rows is None:
-                    into.copy_((host[i] if dim == 1 else host)[rows], non_blocking=True)
+                    block = host[i] if dim == 1 else host
+                    into.copy_(block[rows], non_blocking=True)
                 else:
-                    first = i * self.shape[1] + rows.start  # with dim 0 and more dims than two, they start at 0
+                    # with dim 0 and more dims than two, they start at 0
+                    first = i * self.shape[1] + rows.start
                     float8.unpack(host, self._rows[0], first, into.view(-1, self._rows[1]))
         return tensor, store.record_event(store.in_stream)
 
@@ -243,10 +270,13 @@ class DiskHandle(HostHandle):
         super().__init__(tensor, store, dtype)
         self._offset = store.disk.reserve(self.nbytes)
         self._reading: Future | None = None
-        source, self._range = self._range, None
+        source = self._range
+        self._range = None
         assert source is not None
         store.pool.expect_release()
-        self._writing = store.threads.submit(_write_slab, store, source, self._copied_out, self._offset)
+        self._writing = store.threads.submit(
+            _write_slab, store, source, self._copied_out, self._offset
+        )
 
     def read_ahead(self, wait: bool = False) -> None:
         if self._reading is not None:
@@ -254,7 +284,9 @@ class DiskHandle(HostHandle):
         pool = self.store.pool
         self._range = pool.acquire(self.nbytes) if wait else pool.try_acquire(self.nbytes)
         if self._range is not None:
-            self._reading = self.store.threads.submit(_read_slab, self.store, self._range, self._writing, self._offset)
+            self._reading = self.store.threads.submit(
+                _read_slab, self.store, self._range, self._writing, self._offset
+            )
 
     def _host_tensor(self) -> Tensor:
         self.read_ahead(wait=True)
@@ -291,7 +323,9 @@ def _read_slab(store: Store, into: SlabRange, writing: Future, offset: int) -> N
     store.disk.read(into.slab.memory[into.where], offset)
 
 
-def _release_all(store: Store, acquired: SlabRange | None, offset: int, num_bytes: int, _: Future) -> None:
+def _release_all(
+    store: Store, acquired: SlabRange | None, offset: int, num_bytes: int, _: Future
+) -> None:
     if acquired is not None:
         store.pool.release(acquired, expected=True)
     store.disk.mark_free(num_bytes, offset)

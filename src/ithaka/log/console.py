@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -19,7 +19,7 @@ from rich.table import Column
 
 from ithaka.comm.rank import is_rank_0
 from ithaka.config.units import format_bytes, format_count
-from ithaka.log.metrics import MetricsFile, Record
+from ithaka.log.metrics import MetricsFile, StepRecord
 from ithaka.log.trackers import FinalStatus, Trackers
 
 if TYPE_CHECKING:
@@ -34,22 +34,27 @@ HIDDEN = (
 
 
 def status(what: str) -> Status:
-    """Context manager that shows a spinner and `what` on stderr, on rank 0 and only on a terminal."""
-    visible = sys.stderr.isatty() and is_rank_0()  # with forced colors, rich treats a pipe as a terminal
+    """Show a spinner and `what` on stderr while inside, on rank 0 and only on a terminal."""
+    # With forced colors, rich treats a pipe as a terminal.
+    visible = sys.stderr.isatty() and is_rank_0()
     return RichConsole(stderr=True, force_terminal=visible).status(f"{escape(what)} ...")
 
 
 def show_share(what: str, spinner: Status | None = None) -> Callable[[float], None]:
-    """Return a function that shows on stderr how much of `what` is done and the time left: in the spinner of `status`
-    or over the last line on a terminal, else in a line every 30 s."""
-    start_s = shown_s = time.monotonic()
+    """Return a function that shows on stderr how much of `what` is done and the time left: in the
+    spinner of `status` or over the last line on a terminal, else in a line every 30 s."""
+    start_s = time.monotonic()
+    shown_s = start_s
 
     def show(share: float) -> None:
         nonlocal shown_s
-        now_s, visible = time.monotonic(), sys.stderr.isatty()
-        if not 0 < share < 1 or now_s - shown_s < (1 if visible else 30):
+        now_s = time.monotonic()
+        visible = sys.stderr.isatty()
+        pause_s = 1 if visible else 30
+        if not 0 < share < 1 or now_s - shown_s < pause_s:
             return
-        shown_s, left_s = now_s, (now_s - start_s) * (1 - share) / share
+        shown_s = now_s
+        left_s = (now_s - start_s) * (1 - share) / share
         line = f"{what}: {share:.0%} done, {left_s:.0f} s left"
         if visible and spinner is not None:
             spinner.update(escape(line))
@@ -59,29 +64,34 @@ def show_share(what: str, spinner: Status | None = None) -> Callable[[float], No
     return show
 
 
-def describe(record: Record, validation_name: str = "loss") -> str:
-    """Format the record as one line, without values that were not measured. `validation_name`: what validation
-    measures."""
+def describe(record: StepRecord, validation_name: str = "loss") -> str:
+    """Format the measured values as one line. `validation_name`: what validation measures."""
     val = "val" if validation_name == "loss" else f"val {validation_name}"
-    parts = {
-        "loss": record.loss is not None and f"{record.loss:.4f}",
-        val: record.val_loss is not None and f"{record.val_loss:.4f}",
+    parts = []
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.4f}")
+    if record.val_loss is not None:
+        parts.append(f"{val} {record.val_loss:.4f}")
+    for name, mean in record.sources.items():
         # Only an evaluation's totals, not each task at each length.
-        **{
-            name: f"{mean:.4f}"
-            for name, mean in record.sources.items()
-            if name.count("/") == 1 and not name.startswith(HIDDEN)
-        },
-        "lr": record.lr is not None and f"{record.lr:.2e}",
-        "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
-        "": record.tokens_per_s is not None and f"{format_count(record.tokens_per_s)} tok/s",
-        "mfu": record.mfu is not None and f"{100 * record.mfu:.1f}%",
-        "device": record.device_peak_bytes is not None and format_bytes(record.device_peak_bytes),
-        "host": format_bytes(record.host_peak_bytes),
-        "balance": record.balance is not None and f"{record.balance:.3f}",
-        "ring": record.ring_bytes > 0 and format_bytes(record.ring_bytes),
-    }
-    return "  ".join(f"{name} {value}".strip() for name, value in parts.items() if value)
+        if name.count("/") == 1 and not name.startswith(HIDDEN):
+            parts.append(f"{name} {mean:.4f}")
+    if record.lr is not None:
+        parts.append(f"lr {record.lr:.2e}")
+    if record.grad_norm is not None:
+        parts.append(f"grad {record.grad_norm:.3f}")
+    if record.tokens_per_s is not None:
+        parts.append(f"{format_count(record.tokens_per_s)} tok/s")
+    if record.mfu is not None:
+        parts.append(f"mfu {100 * record.mfu:.1f}%")
+    if record.device_peak_bytes is not None:
+        parts.append(f"device {format_bytes(record.device_peak_bytes)}")
+    parts.append(f"host {format_bytes(record.host_peak_bytes)}")
+    if record.balance is not None:
+        parts.append(f"balance {record.balance:.3f}")
+    if record.ring_bytes > 0:
+        parts.append(f"ring {format_bytes(record.ring_bytes)}")
+    return "  ".join(parts)
 
 
 def describe_progress(report: StepProgress) -> str:
@@ -90,7 +100,7 @@ def describe_progress(report: StepProgress) -> str:
 
 
 class Console:
-    """Prints and records a run on rank 0. On other ranks (`active=False`) every method does nothing.
+    """Prints and records a run on rank 0. With `active=False`, on other ranks, it does nothing.
 
     On a terminal it shows a progress bar with the remaining time, otherwise one line per step."""
 
@@ -103,7 +113,8 @@ class Console:
         active: bool = True,
         validation_name: str = "loss",
     ):
-        self.active, self.num_steps = active, num_steps
+        self.active = active
+        self.num_steps = num_steps
         self._validation_name = validation_name
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
         self._trackers = trackers
@@ -121,13 +132,19 @@ class Console:
             TimeRemainingColumn(table_column=no_wrap),
             TextColumn("{task.fields[status]}", table_column=Column()),
         )
-        self._bar = self._open.enter_context(Progress(*columns, console=self._rich, disable=self._plain))
+        self._bar = self._open.enter_context(
+            Progress(*columns, console=self._rich, disable=self._plain)
+        )
         self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
 
     def close(self, final_status: FinalStatus = "finished") -> None:
         """Close the progress bar, the files and the trackers, which record how the run ended."""
         self._open.close()
-        for message in self._trackers.close(final_status) if self._trackers is not None else ():
+        if self._trackers is not None:
+            self._print_all(self._trackers.close(final_status))
+
+    def _print_all(self, messages: Iterable[str]) -> None:
+        for message in messages:
             self.print(message)
 
     @contextmanager
@@ -140,8 +157,8 @@ class Console:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Wrap the writing of optional files: an error does not end the run. It is reported once, until `what` can be
-        written again."""
+        """Wrap the writing of optional files: an error does not end the run. It is reported once,
+        until `what` can be written again."""
         try:
             yield
         except Exception as error:
@@ -166,37 +183,38 @@ class Console:
         for key, value in rows.items():
             self.print(f"  {key:<{width}}  {value}")
 
-    def step(self, record: Record) -> None:
+    def step(self, record: StepRecord) -> None:
         if not self.active:
             return
         self._metrics.write(record.values)
-        for message in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
-            self.print(message)
+        if self._trackers is not None:
+            self._print_all(self._trackers.log(record.values, record.step))
         self._bar.update(self._task, completed=record.step)
         if record.val_loss is not None and not self._plain:
             # In a line of its own: with it, the bar's status would not fit in most terminals.
             name = self._validation_name
-            self.print(f"step {record.step}/{self.num_steps}  validation {name} {record.val_loss:.4f}")
+            step = f"step {record.step}/{self.num_steps}"
+            self.print(f"{step}  validation {name} {record.val_loss:.4f}")
             record = replace(record, val_loss=None)
         self._show(record.step, " ", describe(record, self._validation_name))
 
     def saved(self, step: int, checkpoint: Path, seconds: float, num_bytes: int) -> None:
         """Record a complete checkpoint in metrics.jsonl, and tell callbacks."""
         self.times(step, save_s=seconds, saved_bytes=num_bytes)
-        for message in self._trackers.notify("on_save", step, checkpoint) if self._trackers is not None else ():
-            self.print(message)
+        if self._trackers is not None:
+            self._print_all(self._trackers.notify("on_save", step, checkpoint))
 
     def progress(self, report: StepProgress) -> None:
         """Report the progress of a long step."""
         self._metrics.write({"step": report.step, "progress": asdict(report)})
         self._show(report.step, " in progress:", describe_progress(report))
 
-    def times(self, step: int, **values: Any) -> None:
+    def times(self, step: int, **values: object) -> None:
         """Record in metrics.jsonl how long something other than a step took."""
         if self.active:
             self._metrics.write({"step": step, "times": values})
 
-    def event(self, step: int, message: str, **values: Any) -> None:
+    def event(self, step: int, message: str, **values: object) -> None:
         """Print an event and record it in metrics.jsonl."""
         if self.active:
             self._metrics.write({"step": step, "event": message, **values})

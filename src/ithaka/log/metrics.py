@@ -1,6 +1,7 @@
-"""A run's metrics.jsonl: one JSON object per line, with null for values that are not finite. Imports no torch.
+"""A run's metrics.jsonl: one JSON object per line; non-finite values are null. Imports no torch.
 
-A line is the `Record` of a step, the progress of a long step, the times of the startup or of a save, or an event.
+A line is the `StepRecord` of a step, the progress of a long step, the times of the startup or of a
+save, or an event.
 """
 
 import json
@@ -23,7 +24,7 @@ _startup_s: dict[str, float] = {}  # by what had been done
 
 
 def note_startup(what: str) -> None:
-    """Record when a part of the startup ended. Only the first record of a part counts; a restart adds more."""
+    """Record when a part of the startup ended. Only the first record of a part counts."""
     _startup_s.setdefault(what, time.time() - psutil.Process().create_time())
 
 
@@ -34,27 +35,27 @@ def startup_seconds() -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """Metrics of one optimizer step over all ranks. Step 0 is the state before the first update."""
 
     step: int  # number of updates so far
-    loss: float | None  # mean over the valid tokens of the global batch, before the update
-    val_loss: float | None  # mean over the valid tokens of the validation set, after the update
-    lr: float | None
-    grad_norm: float | None  # before clipping
-    tokens: int  # input tokens since the start of the run
-    label_tokens: int  # valid labels in this step, by which the loss is divided
-    tokens_per_s: float | None  # input tokens
-    step_s: float | None  # without validation and saving
-    mfu: float | None  # None if the device's peak FLOPS are unknown
-    device_peak_bytes: int | None  # maximum over ranks since the start; None on CPU
-    host_peak_bytes: int  # maximum resident set size over ranks since the start
-    device_reserved_bytes: int | None = None  # peak of what the CUDA allocator holds, used or not; as device_peak_bytes
+    loss: float | None = None  # mean over the valid tokens of the global batch, before the update
+    val_loss: float | None = None  # of the validation set, after the update
+    lr: float | None = None
+    grad_norm: float | None = None  # before clipping
+    tokens: int = 0  # input tokens since the start of the run
+    label_tokens: int = 0  # valid labels in this step, by which the loss is divided
+    tokens_per_s: float | None = None  # input tokens
+    step_s: float | None = None  # without validation and saving
+    mfu: float | None = None  # None if the device's peak FLOPS are unknown
+    device_peak_bytes: int | None = None  # maximum over ranks since the start; None on CPU
+    host_peak_bytes: int = 0  # maximum resident set size over ranks since the start
+    device_reserved_bytes: int | None = None  # peak of what the CUDA allocator holds, used or not
     device_unused_bytes: int | None = None  # reserved minus allocated peak, maximum over ranks
     allocator_retries: int | None = None  # times that it had to free its cache; None on CPU
-    balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
+    balance: float | None = None  # attention work, maximum / mean over ranks; None: all equal
     ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks
-    # "loss/NAME" and "val_loss/NAME" for each of several data sources, and metrics of DPO: keys in metrics.jsonl.
+    # More keys in metrics.jsonl: "loss/NAME" of several sources, evaluations, metrics of DPO.
     sources: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,16 +70,19 @@ def host_peak_bytes() -> int:
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl. If the disk is full or read-only, a line is kept and written with the next one."""
+    """Appends to metrics.jsonl. A line that cannot be written is kept for the next attempt."""
 
     def __init__(self, path: Path, step: int, report: Callable[[str], None]) -> None:
         """`report` is called with a message when lines start to be kept."""
-        self.file, self._report = open_metrics(path, step), report
-        self._unwritten, self._lock = b"", Lock()
+        self.file = open_metrics(path, step)
+        self._report = report
+        self._unwritten = b""
+        self._lock = Lock()
 
     def write(self, values: Mapping[str, Any]) -> None:
         with self._lock:  # another thread reports progress
-            before, self._unwritten = self._unwritten, self._unwritten + f"{format_json(values)}\n".encode()
+            before = self._unwritten
+            self._unwritten += f"{format_json(values)}\n".encode()
             try:
                 self._unwritten = self._unwritten[self.file.write(self._unwritten) :]
             except OSError as error:
@@ -88,14 +92,16 @@ class MetricsFile:
 
 
 def open_metrics(path: Path, step: int) -> FileIO:
-    """Open the file to append records, unbuffered, and drop lines after `step`, which a resumed run writes again."""
-    lines = [line for line, record in _read_lines(path) if record["step"] <= step] if step else []
+    """Open the file to append, unbuffered. Drops lines after `step`: a resumed run repeats them."""
+    lines = []
+    if step:
+        lines = [line for line, record in _read_lines(path) if record["step"] <= step]
     write_atomic(path, "".join(line + "\n" for line in lines))
     return FileIO(path, "a")
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of the file and its record, without incomplete lines, which a crash may leave."""
+    """Yield each line and its record, but no incomplete line, which a crash may leave."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:
         try:
@@ -114,7 +120,8 @@ def count_damaged_lines(path: Path) -> int:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the step records, without progress reports, times and events."""
-    return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "times", "event"}]
+    others = {"progress", "times", "event"}
+    return [record for _, record in _read_lines(path) if not record.keys() & others]
 
 
 def read_times(path: Path) -> dict[str, Any]:

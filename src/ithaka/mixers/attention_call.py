@@ -1,13 +1,13 @@
-"""The call of softmax attention in a layer's own forward, through transformers' attention interface: capture q, k and
-v, or return the output.
+"""The call of softmax attention in a layer's own forward, through transformers' attention
+interface: capture q, k and v, or return the output.
 
-transformers calls attention and makes masks through registered functions. Ours makes a `PlaceholderMask`, which the
-layer passes on to its attention call; there, what replaces it decides.
+transformers calls attention and makes masks through registered functions. Ours makes a
+`PlaceholderMask`, which the layer passes on to its attention call; there, what replaces it decides.
 
 Shapes: t tokens of a tile, H query heads, G kv heads, K head dim, V the head dim of v.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,18 +35,22 @@ class AttentionCall(NamedTuple):
 
 
 class PlaceholderMask:
-    """Replaces an attention mask. A layer passes it to its attention call, which calls `attend` instead of a kernel."""
+    """Replaces an attention mask. The layer's attention call runs its `attend`, not a kernel."""
 
-    def __init__(self, function: Any = None, local_size: int | None = None) -> None:
-        self.function = function  # made by masking_utils: (batch, head, row, key) -> visible
+    def __init__(
+        self, function: Callable[..., Tensor] | None = None, local_size: int | None = None
+    ) -> None:
+        self.function: Any = function  # by masking_utils: (batch, head, row, key) -> visible
         self.local_size = local_size  # window or chunk
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Tensor:
         raise TypeError("it uses its attention mask as a tensor")
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the output of attention, [t, H, V]."""
-        raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")
+        raise RuntimeError(
+            f"{type(call.module).__name__} of a parallel model was called directly; call the model"
+        )
 
 
 class SkippingMask(PlaceholderMask):
@@ -57,12 +61,13 @@ class SkippingMask(PlaceholderMask):
 
 
 class CapturingMask(SkippingMask):
-    """Stores the attention call, with q, k and v in a given dtype, then ends the pass. A traced one continues with
-    zeros instead."""
+    """Stores the attention call, with q, k and v in a given dtype, then ends the pass. If traced,
+    continues with zeros."""
 
     def __init__(self, dtype: torch.dtype, traced: bool = False) -> None:
         super().__init__()
-        self.dtype, self.traced = dtype, traced
+        self.dtype = dtype
+        self.traced = traced
         self.call: AttentionCall | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -87,16 +92,27 @@ class ReplayingMask(PlaceholderMask):
 
 
 def _attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: object = None,
+    **options: object,
 ) -> tuple[Tensor, None]:
     if not isinstance(attention_mask, PlaceholderMask):
         raise RuntimeError(
-            f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: {type(attention_mask)}"
+            f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: "
+            f"{type(attention_mask)}"
         )
-    return attention_mask.attend(AttentionCall(module, q.squeeze(0), k.squeeze(0), v.squeeze(0), options))[None], None
+    call = AttentionCall(module, q.squeeze(0), k.squeeze(0), v.squeeze(0), options)
+    return attention_mask.attend(call)[None], None
 
 
-def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> PlaceholderMask:
+def _make_mask(
+    mask_function: Callable[..., Tensor] | None = None,
+    local_size: int | None = None,
+    **others: object,
+) -> PlaceholderMask:
     return PlaceholderMask(mask_function, local_size)
 
 
@@ -105,7 +121,8 @@ AttentionMaskInterface.register(ATTENTION, _make_mask)
 
 
 def find_masks(inputs: LayerInputs) -> list[PlaceholderMask]:
-    return list({id(leaf): leaf for leaf in inputs.leaves if isinstance(leaf, PlaceholderMask)}.values())
+    masks = [leaf for leaf in inputs.leaves if isinstance(leaf, PlaceholderMask)]
+    return list(dict.fromkeys(masks))
 
 
 def _replace_masks(inputs: LayerInputs, mask: PlaceholderMask) -> LayerInputs:
@@ -120,12 +137,15 @@ class AttentionTap:
     _mask: CapturingMask | None = None
 
     @contextmanager
-    def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
+    def capture(
+        self, inputs: LayerInputs, dtype: torch.dtype, traced: bool
+    ) -> Iterator[LayerInputs]:
         self._mask = CapturingMask(dtype, traced)
         yield _replace_masks(inputs, self._mask)
 
     def take_call(self) -> AttentionCall | None:
-        mask, self._mask = self._mask, None
+        mask = self._mask
+        self._mask = None
         return None if mask is None else mask.call
 
     @contextmanager
@@ -146,18 +166,23 @@ class AttentionTap:
 
 def read_mask(call: AttentionCall, layer: ProbedLayer) -> tuple[int | None, int | None]:
     """Return (window, chunk): the candidate that equals the layer's mask around every length."""
-    (mask, *_), window = find_masks(layer.inputs) or [PlaceholderMask()], call.options.get("sliding_window")
-    sizes = [size for size in (window, mask.local_size) if size is not None]
+    mask = next(iter(find_masks(layer.inputs)), PlaceholderMask())
+    sliding_window = call.options.get("sliding_window")
+    sizes = [size for size in (sliding_window, mask.local_size) if size is not None]
     rows, keys = _boundary_pairs(sorted({*sizes, *layer.lengths}))
     zeros = torch.zeros_like(rows)
     try:
         visible = mask.function(zeros, zeros, rows, keys)
     except Exception as error:
-        problem = f"has a mask in {layer.name} that depends on more than positions ({type(error).__name__}: {error})"
-        raise layer.refuse(problem) from error
-    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
+        raise layer.refuse(
+            f"has a mask in {layer.name} that depends on more than positions "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    windows = [(size, None) for size in sizes]
+    chunks = [(None, size) for size in sizes]
+    for window, chunk in ((None, None), *windows, *chunks):
         if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
-            if call.options.get("sliding_window") not in (None, window):
+            if sliding_window not in (None, window):
                 break
             return window, chunk
     rule = f"neither causal nor a causal window or chunk of {sizes or 'any size'} tokens"
@@ -172,13 +197,15 @@ def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None
 
 
 def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
+    """Return rows and keys of pairs around 0, multiples of the lengths, and FAR_POSITION."""
     edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
     rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
     pairs = set()
     for row in rows:
-        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
-        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
-        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
+        keys = {0, 1, *(row + d for d in (-2, -1, 0, 1))}
+        for length in lengths:
+            for edge in (row - length, row // length * length):
+                keys |= {edge - 1, edge, edge + 1}
+        pairs |= {(row, key) for key in keys if key >= 0}
     rows_p, keys_p = zip(*sorted(pairs), strict=True)
     return torch.tensor(rows_p), torch.tensor(keys_p)

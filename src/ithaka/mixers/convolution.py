@@ -1,17 +1,18 @@
-"""A short convolution as a mixer: the capture pass convolves, with a halo of earlier tokens; nothing is left to mix."""
+"""A short convolution as a mixer: the capture pass, with a halo of earlier tokens, convolves."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ithaka.blocks.tiles import GradSum
-from ithaka.layer.mixer import ProbedLayer, StageOutput
-from ithaka.mixers.recurrent import RecurrentMixer, RecurrentSpec
-from ithaka.mixers.scan_call import ConvolutionCall, ConvolutionTap
+from ithaka.layer.mixer import MixerCall, ProbedLayer, StageOutput
+from ithaka.layer.schedule import LayerSchedule
+from ithaka.mixers.recurrent import RecurrentMixer, RecurrentSpec, RecurrentState
+from ithaka.mixers.scan_call import ConvolutionTap, ScanCall
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,29 @@ class ConvolutionSpec(RecurrentSpec):
     name = "a short convolution"
 
     @classmethod
-    def read(cls, call: ConvolutionCall, layer: ProbedLayer) -> "ConvolutionSpec":
+    def read(cls, call: ScanCall, layer: ProbedLayer) -> "ConvolutionSpec":
         num_channels = call.inputs[0].shape[-1]
         return cls(1, 1, num_channels, num_channels, 1.0, halo=call.halo)
 
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
         return torch.cat([y_t1M for (y_t1M,) in tiles])
 
-    def make(self, layer: Any) -> "ConvolutionMixer":
+    def make(self, layer: LayerSchedule) -> "ConvolutionMixer":
         return ConvolutionMixer(self, layer)
 
 
 class ConvolutionMixer(RecurrentMixer):
-    def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        (y_s1M,) = self._project(saved)
+    def mix(self, call: MixerCall[RecurrentState]) -> Iterator[tuple[Tensor, Tensor]]:
+        (y_s1M,) = self._project(call)
         yield y_s1M[None], y_s1M.new_empty(1)  # it has no state
 
-    def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+    def mix_backward(
+        self,
+        call: MixerCall[RecurrentState],
+        outputs: deque[StageOutput],
+        dy_sD: Tensor,
+        grads: GradSum,
+    ) -> None:
         outputs.popleft()
-        dout_s1M, saved.dout_sHK = saved.dout_sHK, None
-        self.project_backward(saved, [dout_s1M], [], dy_sD, grads)
+        dout_s1M = call.take_dout()
+        self.project_backward(call, [dout_s1M], [], dy_sD, grads)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ithaka.layer.mixer import ProbedLayer
 from ithaka.mixers.recurrent import RecurrentSpec
-from ithaka.mixers.scan_call import DeltaCall, DeltaTap
+from ithaka.mixers.scan_call import DeltaTap, ScanCall
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, run_delta_rule
-from ithaka.ops.scan import LocalDocs
+from ithaka.ops.state_graph import LocalDocs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,22 @@ class DeltaSpec(RecurrentSpec):
     name = "the gated delta rule"
 
     @classmethod
-    def read(cls, call: DeltaCall, layer: ProbedLayer) -> "DeltaSpec":
+    def read(cls, call: ScanCall, layer: ProbedLayer) -> "DeltaSpec":
         inputs = DeltaInputs(*call.inputs)
-        (_, J, K), (_, H, V) = inputs.k_sJK.shape, inputs.v_sHV.shape
+        (_, J, K) = inputs.k_sJK.shape
+        (_, H, V) = inputs.v_sHV.shape
         normalizes = bool(call.options.get("use_qk_l2norm_in_kernel"))
-        heads = {"num_heads": H, "num_kv_heads": H, "num_key_heads": J}
-        return cls(**heads, head_dim=V, v_head_dim=V, key_dim=K, scale=K**-0.5, normalizes=normalizes, halo=call.halo)
+        return cls(
+            num_heads=H,
+            num_kv_heads=H,
+            num_key_heads=J,
+            head_dim=V,
+            v_head_dim=V,
+            key_dim=K,
+            scale=K**-0.5,
+            normalizes=normalizes,
+            halo=call.halo,
+        )
 
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
         inputs = DeltaInputs(*(torch.cat(tensors) for tensors in zip(*tiles, strict=True)))

@@ -6,9 +6,9 @@ from ithaka.layer.mixer import MixerSpec, MixerTap
 from ithaka.mixers.attention_call import AttentionCall
 from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
+from ithaka.mixers.mamba2 import SsdSpec
 from ithaka.mixers.scan_call import ConvolutionCall, DeltaCall, SsdCall
 from ithaka.mixers.softmax import SoftmaxSpec
-from ithaka.mixers.ssd import SsdSpec
 
 MIXERS: dict[type, type[MixerSpec]] = {
     AttentionCall: SoftmaxSpec,
@@ -20,4 +20,5 @@ MIXERS: dict[type, type[MixerSpec]] = {
 
 def find_taps(layer: nn.Module) -> list[MixerTap]:
     """A tap for each kind of mixer that the layer may have."""
-    return [tap for kind in MIXERS.values() if (tap := kind.find_tap(layer)) is not None]
+    taps = [kind.find_tap(layer) for kind in MIXERS.values()]
+    return [tap for tap in taps if tap is not None]

@@ -1,8 +1,8 @@
-"""The calls of recurrences and short convolutions in a layer's own forward: capture their inputs, or return their
-output.
+"""The calls of recurrences and short convolutions in a layer's own forward: capture their inputs,
+or return their output.
 
-transformers has no registry for them, as it has for attention. A tap therefore finds the module whose forward calls the
-recurrence, and the short convolution before it, by their names; it runs with our functions under these names.
+transformers has no registry for them. A tap finds the module whose forward calls the recurrence,
+and the short convolution before it, by their names, and runs it with our functions under them.
 
 Shapes as in ops/scan.py; t tokens of a tile, with those before it that the convolution reads.
 """
@@ -25,11 +25,12 @@ from ithaka.ops.scan import short_convolution
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
-SSD, FUSED_SSD = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+SSD = "mamba2_chunk_scan"
+FUSED_SSD = "mamba2_split_conv1d_scan_combined"
 
 
 class ScanCall(NamedTuple):
-    """One call: its inputs with tokens, those without, and the earlier tokens that convolutions before it read."""
+    """One call: its inputs with and without tokens; `halo`: earlier tokens that it depends on."""
 
     inputs: tuple[Tensor, ...]
     options: dict[str, Any]
@@ -63,29 +64,40 @@ class ScanTap:
     @classmethod
     def is_called_by(cls, module: nn.Module) -> bool:
         forward = _own_forward(module)
-        return isinstance(forward, FunctionType) and any(name in forward.__code__.co_names for name in cls.functions)
+        if not isinstance(forward, FunctionType):
+            return False
+        return not set(cls.functions).isdisjoint(forward.__code__.co_names)
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.call: Any = None
-        self.num_calls = self.halo = 0
+        self.call: ScanCall | None = None
+        self.num_calls = 0
+        self.halo = 0
         self.dtype = torch.float32
         self.traced = False
         self.ids_t: Tensor | None = None
         self.replayed_tHV: Tensor | None = None
-        functions = {CONVOLUTION: self._convolve} | dict.fromkeys(self.unused, lambda *args, **kwargs: None)
+        functions: dict[str, Any] = {CONVOLUTION: self._convolve}
+        functions |= dict.fromkeys(self.unused, lambda *args, **kwargs: None)
         self._forward = self._with_functions(functions | dict.fromkeys(self.functions, self._run))
 
     @contextmanager
-    def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
-        self.dtype, self.ids_t, self.traced, self.replayed_tHV, self.halo = dtype, inputs.ids_t, traced, None, 0
+    def capture(
+        self, inputs: LayerInputs, dtype: torch.dtype, traced: bool
+    ) -> Iterator[LayerInputs]:
+        self.dtype = dtype
+        self.ids_t = inputs.ids_t
+        self.traced = traced
+        self.replayed_tHV = None
+        self.halo = 0
         with self._replace_forward(self._forward):
             yield inputs
 
     @contextmanager
     def resume(self, inputs: LayerInputs, out_tHV: Tensor) -> Iterator[LayerInputs]:
         """The convolution before the recurrence returns zeros, which nothing reads."""
-        self.replayed_tHV, self.num_calls = out_tHV, 0
+        self.replayed_tHV = out_tHV
+        self.num_calls = 0
         with self._replace_forward(self._forward):
             yield inputs
         self.replayed_tHV = None
@@ -98,22 +110,24 @@ class ScanTap:
     @contextmanager
     def run_plainly(self) -> Iterator[None]:
         """Run transformers' own functions in plain PyTorch, also where a package replaces them."""
-        names, own = _own_forward(self.module).__globals__, (CONVOLUTION, *self.functions, *self.unused)
-        with self._replace_forward(
-            self._with_functions({name: inspect.unwrap(names[name]) for name in own if name in names})
-        ):
+        names = _own_forward(self.module).__globals__
+        own = (CONVOLUTION, *self.functions, *self.unused)
+        plain = {name: inspect.unwrap(names[name]) for name in own if name in names}
+        with self._replace_forward(self._with_functions(plain)):
             yield
 
-    def take_call(self) -> Any:
-        call, self.call = self.call, None
+    def take_call(self) -> ScanCall | None:
+        call = self.call
+        self.call = None
         return call
 
-    def _result(self, out_1tHV: Tensor) -> Any:
+    def _result(self, out_1tHV: Tensor) -> Tensor | tuple[Tensor, None]:
         return out_1tHV
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, None]:
         if self.replayed_tHV is not None:
-            self.num_calls += 1  # not in capture passes: a compiler would make a graph for each value
+            # not in capture passes: a compiler would make a graph for each value
+            self.num_calls += 1
             return self._result(self.replayed_tHV[None])
         self.call, zeros = self._read(*args, **kwargs)
         if not self.traced:
@@ -132,7 +146,12 @@ class ScanTap:
             del self.module.forward
 
     def _convolve(
-        self, x_1Mt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+        self,
+        x_1Mt: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **others: object,
     ) -> Tensor:
         if self.replayed_tHV is not None:
             return x_1Mt.new_zeros(()).expand(x_1Mt.shape)
@@ -151,17 +170,18 @@ class DeltaTap(ScanTap):
     functions = DELTA_RULES
 
     def _read(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: object
     ) -> tuple[ScanCall, Tensor]:
         inputs = *self._cast(q, k, v), *self._cast(g, beta, wide=True)
         return DeltaCall(inputs, options, self.halo), torch.zeros_like(v)
 
-    def _result(self, out_1tHV: Tensor) -> Any:
+    def _result(self, out_1tHV: Tensor) -> tuple[Tensor, None]:
         return out_1tHV, None
 
 
 class SsdTap(ScanTap):
-    functions, unused = (SSD,), (FUSED_SSD,)
+    functions = (SSD,)
+    unused = (FUSED_SSD,)
 
     def _read(
         self,
@@ -175,7 +195,7 @@ class SsdTap(ScanTap):
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **options: Any,
+        **options: object,
     ) -> tuple[ScanCall, Tensor]:
         dt, A = self._cast(dt, A, wide=True)
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -191,24 +211,31 @@ class ConvolutionTap(ScanTap):
     @classmethod
     def find(cls, layer: nn.Module) -> "ScanTap | None":
         """A layer with A_log has a recurrence after its convolution."""
-        return None if any(hasattr(module, "A_log") for module in layer.modules()) else super().find(layer)
+        if any(hasattr(module, "A_log") for module in layer.modules()):
+            return None
+        return super().find(layer)
 
     def _read(
-        self, x_1Mt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
+        self,
+        x_1Mt: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **options: object,
     ) -> tuple[ScanCall, Tensor]:
         y_1Mt = self._convolve(x_1Mt, weight, bias, activation)
         (y_tM,) = self._cast(y_1Mt.transpose(1, 2))
         return ConvolutionCall((y_tM[:, None],), options, self.halo), torch.zeros_like(x_1Mt)
 
-    def _result(self, out: Tensor) -> Any:
+    def _result(self, out: Tensor) -> Tensor:
         """Its zeros are [1, M, t]."""
         return out.squeeze(2).transpose(1, 2) if self.replayed_tHV is not None else out
 
 
-def _own_forward(module: nn.Module) -> Any:
+def _own_forward(module: nn.Module) -> FunctionType:
     return inspect.unwrap(type(module).forward)
 
 
-def _return_zeros(*args: Any, **kwargs: Any) -> Tensor:
+def _return_zeros(*args: Tensor, **kwargs: Tensor) -> Tensor:
     x = args[0] if args else kwargs["hidden_states"]
     return x.new_zeros(()).expand(x.shape)

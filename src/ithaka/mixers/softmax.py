@@ -1,6 +1,5 @@
-"""Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads, attend, exchange back.
-
-The exchange of the next stage overlaps the attention of this one.
+"""Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads,
+attend, exchange back. The exchange of the next stage overlaps the attention of this one.
 
 Shapes as in layer/schedule.py; H query heads, G kv heads, Q slots of all ranks and stages.
 """
@@ -9,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,9 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.blocks.linear import Linear, LinearBlock, as_linear
 from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layer.inputs import LayerInputs
-from ithaka.layer.mixer import MixerSpec, ProbedLayer, StageOutput
-from ithaka.layer.schedule import LayerSchedule, SavedActivations
+from ithaka.layer.inputs import CallState
+from ithaka.layer.mixer import MixerCall, MixerSpec, ProbedLayer, StageOutput, Tiles
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.stages import StagedAttention, join_slots
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.mixers.attention_call import AttentionCall, AttentionTap, attends_to, read_mask
@@ -34,7 +33,7 @@ from ithaka.sharding.heads import Heads, Stage, concat_heads, flatten_heads, hea
 
 
 @dataclass(frozen=True)
-class SoftmaxSpec(MixerSpec):
+class SoftmaxSpec(MixerSpec[AttentionCall]):
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
@@ -47,7 +46,10 @@ class SoftmaxSpec(MixerSpec):
     @property
     def kind(self) -> AttentionKind:
         return AttentionKind(
-            self.head_dim, self.num_heads // self.num_kv_heads, self.window or self.chunk, self.softcap
+            self.head_dim,
+            self.num_heads // self.num_kv_heads,
+            self.window or self.chunk,
+            self.softcap,
         )
 
     @classmethod
@@ -56,23 +58,29 @@ class SoftmaxSpec(MixerSpec):
 
     @classmethod
     def read(cls, call: AttentionCall, layer: ProbedLayer) -> "SoftmaxSpec":
-        (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
+        (num_heads, _, head_dim) = call.q_HtK.shape
+        (num_kv_heads, _, v_head_dim) = call.v_GtV.shape
         if v_head_dim > head_dim:
-            raise layer.refuse(f"has heads of {head_dim} for q and {v_head_dim} for v in {layer.name}")
-        scale, softcap = call.options.get("scaling"), call.options.get("softcap")
+            raise layer.refuse(
+                f"has heads of {head_dim} for q and {v_head_dim} for v in {layer.name}"
+            )
+        scale = call.options.get("scaling")
+        softcap = call.options.get("softcap")
         window, chunk = read_mask(call, layer)
-        sizes, has_sinks = (num_heads, num_kv_heads, head_dim, v_head_dim), call.options.get("s_aux") is not None
+        sizes = (num_heads, num_kv_heads, head_dim, v_head_dim)
+        has_sinks = call.options.get("s_aux") is not None
         scale = head_dim**-0.5 if scale is None else float(scale)
         return cls(*sizes, scale, window=window, chunk=chunk, softcap=softcap, has_sinks=has_sinks)
 
     def inputs_of(self, call: AttentionCall, num_tokens: int) -> list[Tensor]:
-        """Return q [t, H, K], k and v [t, G, K], and the sinks [H] if there are any. v is padded to K."""
+        """Return q [t, H, K], k and v (padded to K) [t, G, K], and the sinks [H], if any."""
         v_GtK = F.pad(call.v_GtV, (0, self.head_dim - self.v_head_dim))
         qkv = [t.transpose(0, 1) for t in (call.q_HtK, call.k_GtK, v_GtK)]
         return [*qkv, call.options["s_aux"]] if self.has_sinks else qkv
 
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
-        q_SHK, *kv = (torch.cat(tensors) for tensors in zip(*(tile[:3] for tile in tiles), strict=True))
+        qkv_tiles = [tile[:3] for tile in tiles]
+        q_SHK, *kv = (torch.cat(tensors) for tensors in zip(*qkv_tiles, strict=True))
         k_SHK, v_SHK = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in kv)
         scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * self.scale
         if self.softcap is not None:
@@ -82,11 +90,12 @@ class SoftmaxSpec(MixerSpec):
             visible = attends_to(index[:, None], index, self.window, self.chunk)
             scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
         if self.has_sinks:
-            scores_HSS = torch.cat([scores_HSS, tiles[0][3][:, None, None].expand(-1, len(index), 1)], dim=-1)
+            sinks_HS1 = tiles[0][3][:, None, None].expand(-1, len(index), 1)
+            scores_HSS = torch.cat([scores_HSS, sinks_HS1], dim=-1)
         weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
         return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
 
-    def make(self, layer: Any) -> "SoftmaxMixer":
+    def make(self, layer: LayerSchedule) -> "SoftmaxMixer":
         return SoftmaxMixer(self, layer)
 
 
@@ -99,10 +108,12 @@ def wait_all(in_flight: InFlight) -> list[Tensor]:
 
 
 class HeadGradExchange:
-    """Sends the head gradients of one projection, by stage or kv transfer, back to the ranks of the tokens."""
+    """Sends a projection's head gradients, by stage or kv transfer, back to the tokens' ranks."""
 
     def __init__(self, group: dist.ProcessGroup, overlap: bool, store: Store) -> None:
-        self.group, self.overlap, self.store = group, overlap, store
+        self.group = group
+        self.overlap = overlap
+        self.store = store
         self._exchanges: dict[int, Exchange] = {}
         self._handles: dict[int, TensorHandle] = {}
 
@@ -126,11 +137,12 @@ class HeadGradExchange:
 
 
 @dataclass
-class Mixing:
+class SoftmaxState:
     """One call's state."""
 
     docs: Docs
-    projected: list[Tensor] | None = None  # q [s, H, K], k and v [s, G, K], until every stage has sent its heads
+    # q [s, H, K], k and v [s, G, K], until every stage has sent its heads
+    projected: list[Tensor] | None = None
     sinks_H: Tensor | None = None
     dsinks_H: Tensor | None = None
 
@@ -139,57 +151,63 @@ class SoftmaxMixer:
     """Attention of one layer, stage by stage."""
 
     def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule) -> None:
-        self.spec, self.layer = spec, layer
-        self.group, self.store, self.layout, self.rank = layer.group, layer.store, layer.layout, layer.group.rank()
-        self.table = head_table(spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage)
+        self.spec = spec
+        self.layer = layer
+        self.group = layer.group
+        self.rank = layer.group.rank()
+        self.store = layer.store
+        self.layout = layer.layout
+        self.table = head_table(
+            spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage
+        )
         self.num_stages = len(self.table.stages)
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
-        self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])
+        self.kv_heads = concat_heads([each.kv_heads for each in self.table.kv_transfers])
         self.is_sliced = bool(layer.spec.qkv)
-        # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
+        # Without overlap, memory is scarce. Attention outputs that backward has used free room on
+        # the host.
         self.stores_dq = self.is_sliced and not self.layout.overlap
         self._indices = dict[tuple[int, ...], Tensor]()
 
-    def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:
-        docs, chunk = saved.call.docs, self.spec.chunk
-        return Mixing(docs if chunk is None else docs.split(chunk))
+    def start(self, x_sD: Tensor, model_call: CallState) -> SoftmaxState:
+        docs = model_call.docs
+        chunk = self.spec.chunk
+        return SoftmaxState(docs if chunk is None else docs.split(chunk))
 
     # ---- forward
 
-    def mix(self, saved: SavedActivations) -> Iterator[tuple[Tensor, Tensor]]:
+    def mix(self, call: MixerCall[SoftmaxState]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield out_csnK, back on the ranks of the tokens, and lse_nS for each stage."""
-        stages, attention = self.table.stages, self._staged_attention(saved)
-        sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.num_in_flight])
+        stages = self.table.stages
+        attention = self._staged_attention(call)
+        sent = deque(self._project_and_send(call, stage) for stage in stages[: self.num_in_flight])
         for i in range(len(stages)):
-            yield self._attend_stage(i, sent.popleft(), attention, saved)
+            yield self._attend_stage(i, sent.popleft(), attention, call)
             if i + self.num_in_flight < len(stages):
-                sent.append(self._project_and_send(saved, stages[i + self.num_in_flight]))
+                sent.append(self._project_and_send(call, stages[i + self.num_in_flight]))
 
     def _attend_stage(
-        self, i: int, sent: InFlight, attention: StagedAttention, saved: SavedActivations
+        self, i: int, sent: InFlight, attention: StagedAttention, call: MixerCall[SoftmaxState]
     ) -> tuple[Tensor, Tensor]:
-        out_SnK, lse_nS = self._attend_heads(i, attention, self._keep_qkv(wait_all(sent), saved), saved.mixing)
+        qkv = wait_all(sent)
+        if call.policy.projections:
+            call.kept_inputs.append([self.store.keep(t, "device") for t in qkv])
+        out_SnK, lse_nS = self._attend_heads(i, attention, qkv, call.state)
+        del qkv
         for kv_transfer in self.table.kv_transfers_ending(i):
             attention.drop(kv_transfer)
         with phase("exchange"):
             return start_heads_to_tokens(out_SnK, self.group).wait(), lse_nS
 
-    def _keep_qkv(self, qkv: list[Tensor], saved: SavedActivations) -> list[Tensor]:
-        if saved.policy.projections:
-            saved.mixer_inputs.append([self.store.keep(t, "device") for t in qkv])
-        return qkv
-
-    def _project_and_send(self, saved: SavedActivations, stage: Stage) -> InFlight:
+    def _project_and_send(self, call: MixerCall[SoftmaxState], stage: Stage) -> InFlight:
         with phase("projections"):
-            projected = self.project(saved, stage)
+            projected = self.project(call, stage)
             return self._send([projected.popleft] * len(projected))
 
     def _send(self, makers: Sequence[Callable[[], Tensor]]) -> InFlight:
-        """Send the tensor that each of `makers` returns to the ranks that own its heads.
-
-        Without overlap, one at a time, so that only one tensor exists twice.
-        """
+        """Send the tensor that each of `makers` returns to the ranks that own its heads; without
+        overlap, one at a time, so that only one exists twice."""
         sent: InFlight = deque()
         for make in makers:
             exchange = start_tokens_to_heads(make(), self.group)
@@ -199,7 +217,7 @@ class SoftmaxMixer:
         return sent
 
     def _attend_heads(
-        self, i: int, attention: StagedAttention, qkv: list[Tensor], mixing: Mixing
+        self, i: int, attention: StagedAttention, qkv: list[Tensor], mixing: SoftmaxState
     ) -> tuple[Tensor, Tensor]:
         with phase("attention"), phase(f"stage {i}"):
             out_SnK, lse_nS = attention.attend(self.table.stages[i], *qkv)
@@ -212,76 +230,98 @@ class SoftmaxMixer:
 
     # ---- backward
 
-    def mix_backward(self, saved: SavedActivations, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
-        stages, attention = self.table.stages, self._staged_attention(saved)
-        dq, dk, dv = (HeadGradExchange(self.group, self.layout.overlap, self.store) for _ in range(3))
+    def mix_backward(
+        self,
+        call: MixerCall[SoftmaxState],
+        outputs: deque[StageOutput],
+        dy_sD: Tensor,
+        grads: GradSum,
+    ) -> None:
+        stages = self.table.stages
+        attention = self._staged_attention(call)
+        overlap = self.layout.overlap
+        dq, dk, dv = (HeadGradExchange(self.group, overlap, self.store) for _ in range(3))
+        stores_dq = self.stores_dq and call.policy.attention in ("host", "disk")
         first = stages[: self.num_in_flight]
-        sent = deque(self._send_backward(saved, stage, outputs.popleft(), dy_sD) for stage in first)
+        sent = deque(self._send_backward(call, stage, outputs.popleft(), dy_sD) for stage in first)
         for i in range(len(stages)):
-            if self.layout.overlap and outputs:
+            if overlap and outputs:
                 outputs[0].out.prefetch()
-            is_stored = self.stores_dq and saved.policy.attention in ("host", "disk") and i + 1 < len(stages)
-            dq_SnK = self._attend_heads_backward(i, attention, wait_all(sent.popleft()), saved.mixing)
-            dq.add(i, dq_SnK, "host" if is_stored else None)
+            dq_SnK = self._attend_heads_backward(i, attention, wait_all(sent.popleft()), call.state)
+            dq.add(i, dq_SnK, "host" if stores_dq and i + 1 < len(stages) else None)
             del dq_SnK
             for kv_transfer in self.table.kv_transfers_ending(i):
                 dkv = attention.take_grads(kv_transfer)
                 dk.add(kv_transfer, next(dkv))
                 dv.add(kv_transfer, next(dkv))
             if outputs:
-                sent.append(self._send_backward(saved, stages[i + self.num_in_flight], outputs.popleft(), dy_sD))
+                stage = stages[i + self.num_in_flight]
+                sent.append(self._send_backward(call, stage, outputs.popleft(), dy_sD))
             for exchange in (dq, dk, dv):
                 exchange.wait()
         with phase("projections"):
-            self.project_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
+            self.project_backward(call, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
 
-    def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
-        """Send q, the attention output and its gradient, and a new kv transfer. lse, and q, k and v that were saved
-        after their exchange, are already on the right rank."""
+    def _send_backward(
+        self, call: MixerCall[SoftmaxState], stage: Stage, output: StageOutput, dy_sD: Tensor
+    ) -> InFlight:
+        """Send q, the attention output and its gradient, and a new kv transfer. lse, and q, k and v
+        if they were kept, are already on the right rank."""
         with phase("projections"):
-            makers: list[Callable[[], Tensor]] = [
-                output.out.fetch,
-                partial(self._stage_output_grad, stage, saved, dy_sD),
-            ]
-            if saved.mixer_inputs:
-                q, *kv = saved.mixer_inputs.popleft()
-                return deque([q.fetch, *self._send(makers), *(t.fetch for t in kv), output.state.fetch])
-            projected = self.project(saved, stage)
-            sent = self._send([projected.popleft, *makers, *[projected.popleft] * (len(projected) - 1)])
+            make_dout = partial(self._stage_output_grad, stage, call, dy_sD)
+            if call.kept_inputs:
+                q, *kv = call.kept_inputs.popleft()
+                sent = self._send([output.out.fetch, make_dout])
+                return deque([q.fetch, *sent, *(t.fetch for t in kv), output.state.fetch])
+            projected = self.project(call, stage)
+            take_kv = [projected.popleft] * (len(projected) - 1)
+            sent = self._send([projected.popleft, output.out.fetch, make_dout, *take_kv])
             sent.append(output.state.fetch)
             return sent
 
     def _attend_heads_backward(
-        self, i: int, attention: StagedAttention, inputs: list[Tensor], mixing: Mixing
+        self, i: int, attention: StagedAttention, inputs: list[Tensor], mixing: SoftmaxState
     ) -> Tensor:
         if mixing.sinks_H is not None:
             self._sinks_backward(i, inputs[1], inputs[2], inputs[-1], mixing)
         with phase("attention"), phase(f"stage {i}"):
             return attention.attend_backward(self.table.stages[i], *inputs)
 
-    def _sinks_backward(self, i: int, out_SnK: Tensor, dout_SnK: Tensor, lse_nS: Tensor, mixing: Mixing) -> None:
+    def _sinks_backward(
+        self, i: int, out_SnK: Tensor, dout_SnK: Tensor, lse_nS: Tensor, mixing: SoftmaxState
+    ) -> None:
         assert mixing.sinks_H is not None
         wide = lse_nS.dtype
-        sums_n, sinks_n1 = lse_nS.new_zeros(len(lse_nS)), self._own_sinks(mixing.sinks_H, i).to(wide)
+        sums_n = lse_nS.new_zeros(len(lse_nS))
+        sinks_n1 = self._own_sinks(mixing.sinks_H, i).to(wide)
         for rows in tile_slices(len(out_SnK), self.layout.tile_tokens):
             d_tn = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
             sums_n -= ((sinks_n1 - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
         if mixing.dsinks_H is None:
             mixing.dsinks_H = torch.zeros_like(mixing.sinks_H, dtype=wide)
-        heads = {slot: head for slot, head in enumerate(self.table.stages[i].query_heads[self.rank]) if head >= 0}
+        slots = enumerate(self.table.stages[i].query_heads[self.rank])
+        heads = {slot: head for slot, head in slots if head >= 0}
         own_n = sums_n[self.index(heads, sums_n)]
         mixing.dsinks_H.index_add_(0, self.index(heads.values(), sums_n), own_n)
 
     def _own_sinks(self, sinks_H: Tensor, i: int) -> Tensor:
-        """Return the sinks of this rank's heads in a stage, [n, 1]; empty slots have arbitrary values."""
+        """Return the sinks of this rank's heads in a stage, [n, 1]; arbitrary in empty slots."""
         heads = flatten_heads((self.table.stages[i].query_heads[self.rank],))
         return sinks_H[self.index(heads, sinks_H), None]
 
-    def _staged_attention(self, saved: SavedActivations) -> StagedAttention:
-        spec, layout = self.spec, self.layout
-        kernel = KERNELS.get(layout.kernel, layout.kernel)  # tested when the model was built, unless it is auto
-        mask: Any = {"causal": spec.causal, "window": spec.window, "docs": saved.mixing.docs}
-        settings = AttentionSpec(scale=spec.scale, **mask, kernel=kernel, blocks=layout.blocks)
+    def _staged_attention(self, call: MixerCall[SoftmaxState]) -> StagedAttention:
+        spec = self.spec
+        layout = self.layout
+        # tested when the model was built, unless it is auto
+        kernel = KERNELS.get(layout.kernel, layout.kernel)
+        settings = AttentionSpec(
+            scale=spec.scale,
+            causal=spec.causal,
+            window=spec.window,
+            docs=call.state.docs,
+            kernel=kernel,
+            blocks=layout.blocks,
+        )
         if spec.softcap is not None:
             settings["softcap"] = spec.softcap
         return StagedAttention(self.table, self.rank, self.layer.ring, settings)
@@ -289,11 +329,12 @@ class SoftmaxMixer:
     # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
 
     def index(self, heads: Iterable[int], like: Tensor) -> Tensor:
-        """Return heads or slots as an index on the device of `like`. Kept, because a copy from the host would wait for
-        the GPU."""
-        if (key := tuple(heads)) not in self._indices:
+        """Return heads or slots as an index on a device. Kept: a copy would wait for the GPU."""
+        key = tuple(heads)
+        if key not in self._indices:
             with torch.inference_mode(False):  # training may follow an evaluation
-                self._indices[key] = torch.tensor(key, dtype=torch.long, device=like.device)  # also if empty
+                # Long, also if it is empty.
+                self._indices[key] = torch.tensor(key, dtype=torch.long, device=like.device)
         return self._indices[key]
 
     def select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
@@ -307,36 +348,43 @@ class SoftmaxMixer:
         """Return the heads of all ranks and stages, [t, H, K], from [c, t, n, K] of each stage."""
         joined_tQK = join_slots(outs)
         slots = self._query_slots
-        return joined_tQK if slots is None else joined_tQK.index_select(1, self.index(slots, joined_tQK))
+        if slots is None:
+            return joined_tQK
+        return joined_tQK.index_select(1, self.index(slots, joined_tQK))
 
     @cached_property
     def _query_slots(self) -> list[int] | None:
-        """For each query head, its slot among those of all ranks and stages; None if they are the same."""
+        """The slot of each query head among all ranks' and stages'; None if they are the same."""
         order = [head for rank_heads in self.query_heads for head in rank_heads]
         slots = [order.index(head) for head in range(self.spec.num_heads)]
         return None if slots == list(range(len(order))) else slots
 
     def sum_heads(self, ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
-        """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
-        d_tQK, order = join_slots(ds_ctnK), flatten_heads(heads)
+        """Sum the gradients of slots by head, [t, H, K]. Empty slots have zeros."""
+        d_tQK = join_slots(ds_ctnK)
+        order = flatten_heads(heads)
         if order == list(range(num_heads)):
             return d_tQK
         if sorted(order) == list(range(num_heads)):
             return d_tQK.index_select(1, self.index(map(order.index, range(num_heads)), d_tQK))
-        sums_tHK = d_tQK.new_zeros(len(d_tQK), num_heads, d_tQK.shape[-1], dtype=sum_dtype(d_tQK.dtype))
+        shape = (len(d_tQK), num_heads, d_tQK.shape[-1])
+        sums_tHK = d_tQK.new_zeros(shape, dtype=sum_dtype(d_tQK.dtype))
         sums_tHK.index_add_(1, self.index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
         return sums_tHK
 
-    # ---- project: heads of one stage at a time if the capture pass accepts that, otherwise all heads at once
+    # ---- projections: the heads of one stage at a time if the capture pass accepts that
 
-    def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
-        """Return q of a stage, and k and v of its new kv transfer, in exchange layout [c, s, n, K]."""
-        mixing, table = saved.mixing, self.table
-        kv_heads = None if stage.kv_transfer is None else table.kv_transfers[stage.kv_transfer].kv_heads
+    def project(self, call: MixerCall[SoftmaxState], stage: Stage) -> deque[Tensor]:
+        """Return q of a stage, and k and v of a new kv transfer, in exchange layout."""
+        mixing = call.state
+        table = self.table
+        kv_heads = None
+        if stage.kv_transfer is not None:
+            kv_heads = table.kv_transfers[stage.kv_transfer].kv_heads
         if self.is_sliced:
-            return self._project_stage(saved, stage.query_heads, kv_heads)
+            return self._project_stage(call, stage.query_heads, kv_heads)
         if mixing.projected is None:
-            mixing.projected, others = self.layer.project(saved, self._tiles(saved))
+            mixing.projected, others = self.layer.project(call, self._tiles(call))
             mixing.sinks_H = others[0] if others else None
         q_sHK, *kv = mixing.projected
         selected = [self.select_heads(q_sHK, stage.query_heads)]
@@ -346,9 +394,11 @@ class SoftmaxMixer:
             mixing.projected = None
         return deque(selected)
 
-    def _project_stage(self, saved: Any, query_heads: Heads, kv_heads: Heads | None) -> deque[Tensor]:
+    def _project_stage(
+        self, call: MixerCall[SoftmaxState], query_heads: Heads, kv_heads: Heads | None
+    ) -> deque[Tensor]:
         """Make the capture passes with some of the heads."""
-        passes, c = self.layer.passes, self.group.size()
+        c = self.group.size()
         heads = (query_heads, kv_heads, kv_heads)
         count = 1 if kv_heads is None else 3
         projected: deque[Tensor] = deque()
@@ -356,21 +406,21 @@ class SoftmaxMixer:
         try:
             for i, part in enumerate(heads):
                 self._block(i).selected = self._select(i, part)
-            for rows, x_tD, inputs in self._tiles(saved):
+            for rows, x_tD, inputs in self._tiles(call):
                 with torch.no_grad():
-                    captured = passes.capture(x_tD, inputs)
+                    captured = self.layer.passes.capture(x_tD, inputs)
                 tiles = [t_tHK.unflatten(1, (c, -1)).transpose(0, 1) for t_tHK in captured[:count]]
-                if len(x_tD) == len(saved.inputs):
+                if len(x_tD) == len(call.inputs):
                     return deque(t_ctnK.contiguous() for t_ctnK in tiles)
                 if not projected:
-                    projected = deque(t.new_empty(c, len(saved.inputs), *t.shape[2:]) for t in tiles)
+                    projected = deque(t.new_empty(c, len(call.inputs), *t.shape[2:]) for t in tiles)
                 for into_csnK, t_ctnK in zip(projected, tiles, strict=True):
                     into_csnK[:, rows] = t_ctnK
         finally:
             for i in range(3):
                 self._block(i).selected = None
             if self.spec.has_sinks and captured:
-                saved.mixing.sinks_H = captured[3]
+                call.state.sinks_H = captured[3]
         return projected
 
     def _block(self, i: int) -> LinearBlock:
@@ -381,33 +431,41 @@ class SoftmaxMixer:
         """Select heads of q, k or v; without any, zeros for one."""
         head_dim = self.spec.v_head_dim if i == 2 else self.spec.head_dim
         linear = as_linear(self._block(i).module)
-        return (
-            head_dim if heads is None else linear.select_heads(self._find_index(heads, linear, 0, head_dim), head_dim)
-        )
+        if heads is None:
+            return head_dim
+        return linear.select_heads(self._find_index(heads, linear, 0, head_dim), head_dim)
 
     def _find_index(self, heads: Heads, linear: Linear, dim: int, head_dim: int) -> Tensor | None:
         """The heads as an index; None if they are all heads of a map, in order."""
-        order, weight_MD = flatten_heads(heads), linear.weight_MD
+        order = flatten_heads(heads)
+        weight_MD = linear.weight_MD
         is_all = order == list(range(weight_MD.shape[dim] // head_dim))
         return None if is_all else self.index(order, weight_MD)
 
-    def _stage_output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+    def _stage_output_grad(
+        self, stage: Stage, call: MixerCall[SoftmaxState], dy_sD: Tensor
+    ) -> Tensor:
         """Return the gradient of a stage's attention output, [c, s, n, K]."""
         if self.layer.spec.output:
-            return self._multiply_output_grad(stage, saved, dy_sD)
-        dout_csnK = self.select_heads(saved.dout_sHK, stage.query_heads)
+            return self._multiply_output_grad(stage, call, dy_sD)
+        assert call.dout_sHK is not None
+        dout_csnK = self.select_heads(call.dout_sHK, stage.query_heads)
         if stage is self.table.stages[-1]:
-            saved.dout_sHK = None
+            call.dout_sHK = None
         return dout_csnK
 
-    def _multiply_output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
-        """dy is the gradient of the output projection's result: multiply it with the columns of the stage's heads."""
-        layer, c, K = self.layer, self.group.size(), self.spec.head_dim
+    def _multiply_output_grad(
+        self, stage: Stage, call: MixerCall[SoftmaxState], dy_sD: Tensor
+    ) -> Tensor:
+        """dy is the gradient of the output projection's result: multiply by the heads' columns."""
+        layer = self.layer
+        c = self.group.size()
+        K = self.spec.head_dim
         linear = as_linear(layer.passes.blocks.by_path[layer.spec.output].module)
         linear = linear.select_heads(self._find_index(stage.query_heads, linear, 1, K), K, dim=1)
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, K)
         for rows in tile_slices(len(dy_sD), layer.layout.tile_tokens):
-            layer.start_tile(saved, rows)
+            layer.start_tile(call, rows)
             dy_dz = dy_sD[rows], linear.lora_down_grad(dy_sD[rows])
             if c == 1:
                 linear.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)
@@ -417,27 +475,34 @@ class SoftmaxMixer:
         return dout_csnK
 
     def project_backward(
-        self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
+        self,
+        call: MixerCall[SoftmaxState],
+        head_grads: Sequence[list[TensorHandle]],
+        dy_sD: Tensor,
+        grads: GradSum,
     ) -> None:
-        """Add the gradient through q, k and v to dy. `head_grads`: for each, those of each stage or kv transfer."""
-        spec, mixing = self.spec, saved.mixing
+        """Add the gradient through q, k and v to dy. `head_grads`: theirs, by stage or transfer."""
+        spec = self.spec
+        mixing = call.state
         all_heads = self.query_heads, self.kv_heads, self.kv_heads
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         slices = tile_slices(len(dy_sD), self.layer.layout.tile_tokens)
-        tiles = [zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True) for handles in head_grads]
+        tiles = []
+        for handles in head_grads:
+            tiles.append(zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True))
 
         def grads_of(rows: slice) -> list[Tensor]:
             douts = [
                 self.sum_heads(next(ds_ctnK), heads, count).to(dy_sD.dtype)
                 for ds_ctnK, heads, count in zip(tiles, all_heads, counts, strict=True)
             ]
-            if mixing.dsinks_H is not None and rows.start == 0:
+            if mixing.dsinks_H is not None and mixing.sinks_H is not None and rows.start == 0:
                 douts.append(mixing.dsinks_H.to(mixing.sinks_H.dtype))
             return douts
 
-        for rows, dx_tD in self.layer.project_backward(saved, self._tiles(saved), grads_of, grads):
+        for rows, dx_tD in self.layer.project_backward(call, self._tiles(call), grads_of, grads):
             dy_sD[rows] += dx_tD
 
-    def _tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, LayerInputs]]:
-        for rows, x_tD in self.layer.input_tiles(saved):
-            yield rows, x_tD, saved.inputs.tile(rows)
+    def _tiles(self, call: MixerCall[SoftmaxState]) -> Tiles:
+        for rows, x_tD in self.layer.input_tiles(call):
+            yield rows, x_tD, call.inputs.tile(rows)

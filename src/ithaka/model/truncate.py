@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ithaka.blocks.experts import describe_mlp
 from ithaka.roots.find import find_root
 from ithaka.weights.adapters import auto_class
 
-NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
+# The number of first layers without experts.
+NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 LAYER_INDICES = ("attn_layer_indices", "mlp_only_layers", "moe_layers")
-OTHER_LISTS = ("_token_id", "time_step_limit", "_multipliers")  # their lengths may equal the number of layers
+# Their lengths may equal the number of layers.
+OTHER_LISTS = ("_token_id", "time_step_limit", "_multipliers")
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What makes layers differ in time, memory or function, apart from the values of their parameters."""
+    """What makes layers differ, apart from the values of their parameters."""
 
     settings: tuple[str, ...]  # the layer's entries in the configuration's lists
     modules: tuple[tuple[str, type], ...]
@@ -32,21 +34,19 @@ class LayerKind:
         return sum(math.prod(shape) for _, shape in self.parameters)
 
 
-def read_kinds(config: Any) -> list[LayerKind]:
+def read_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """The kind of each layer of the model that a Hugging Face configuration describes."""
     with torch.device("meta"):
         model = auto_class(config.model_type).from_config(config, trust_remote_code=False)
     layers = find_root(model).layers
     lists = _layer_lists(config.get_text_config().to_dict(), len(layers)).values()
-    return [
-        LayerKind(
-            tuple(repr(values[i]) for values in lists),
-            tuple((name, type(module)) for name, module in layer.named_modules()),
-            tuple((name, param.shape) for name, param in layer.named_parameters()),
-            describe_mlp(layer),
-        )
-        for i, layer in enumerate(layers)
-    ]
+    kinds = []
+    for i, layer in enumerate(layers):
+        settings = tuple(repr(values[i]) for values in lists)
+        modules = tuple((name, type(module)) for name, module in layer.named_modules())
+        parameters = tuple((name, param.shape) for name, param in layer.named_parameters())
+        kinds.append(LayerKind(settings, modules, parameters, describe_mlp(layer)))
+    return kinds
 
 
 def _layer_lists(values: dict[str, Any], num_layers: int) -> dict[str, Sequence[Any]]:
@@ -58,7 +58,8 @@ def _layer_lists(values: dict[str, Any], num_layers: int) -> dict[str, Sequence[
 
 def choose_layers(kinds: Sequence[Hashable], count: int) -> tuple[int, ...]:
     """The first layer of each kind, then, up to `count`, more of the kinds with the most layers."""
-    num_layers, chosen = Counter(kinds), Counter(set(kinds))
+    num_layers = Counter(kinds)
+    chosen = Counter(set(kinds))
     for _ in range(min(count, len(kinds)) - len(chosen)):
         chosen[max(num_layers, key=lambda kind: num_layers[kind] / chosen[kind])] += 1
     return tuple(i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < chosen[kind])
@@ -72,40 +73,47 @@ class LayerGroup(NamedTuple):
     layers: list[int]  # indices in the model
 
 
-def group_layers(kinds: Sequence[Hashable], layers: Sequence[int], mixers: Sequence[str]) -> list[LayerGroup]:
-    """Group the layers of a model by kind, with a name for each. `layers`: those of the truncated model; `mixers`:
-    names of their mixers."""
+def group_layers(
+    kinds: Sequence[Hashable], layers: Sequence[int], mixers: Sequence[str]
+) -> list[LayerGroup]:
+    """Group layers by kind, with names. `layers`, `mixers`: of the truncated model."""
     groups = []
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, layer in enumerate(layers) if kinds[layer] == kind]
+        own = [i for i, other in enumerate(kinds) if other == kind]
         name = ", ".join(filter(None, (mixers[chosen[0]], getattr(kind, "mlp", ""))))
-        groups.append(LayerGroup(name, chosen, [i for i, other in enumerate(kinds) if other == kind]))
+        groups.append(LayerGroup(name, chosen, own))
     uses = Counter(group.name for group in groups)
-    return [
-        group._replace(name=f"{group.name}, as layer {group.layers[0]}") if uses[group.name] > 1 else group
-        for group in groups
-    ]
+    for number, group in enumerate(groups):
+        if uses[group.name] > 1:
+            name = f"{group.name}, as layer {group.layers[0]}"
+            groups[number] = group._replace(name=name)
+    return groups
 
 
-def truncate_config(config: Any, layers: Sequence[int]) -> Any:
+def truncate_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
     """A Hugging Face configuration of a model with these layers of `config` only."""
     values = config.to_dict()
     text = values if config.get_text_config() is config else values["text_config"]
     num_layers = config.get_text_config().num_hidden_layers  # some configurations do not store it
-    text |= {name: [value[i] for i in layers] for name, value in _layer_lists(text, num_layers).items()}
-    text |= {name: sum(i < text[name] for i in layers) for name in NUM_DENSE if text.get(name) is not None}
+    for name, value in _layer_lists(text, num_layers).items():
+        text[name] = [value[i] for i in layers]
+    for name in NUM_DENSE:
+        if text.get(name) is not None:
+            text[name] = sum(i < text[name] for i in layers)
     for name in LAYER_INDICES:
         if text.get(name):
             text[name] = [layers.index(i) for i in text[name] if i in layers]
     if overrides := text.get("per_layer_config"):
-        text["per_layer_config"] = {layers.index(int(i)): overrides[i] for i in overrides if int(i) in layers}
+        kept = [i for i in overrides if int(i) in layers]
+        text["per_layer_config"] = {layers.index(int(i)): overrides[i] for i in kept}
     text["num_hidden_layers"] = len(layers)
     return AutoConfig.for_model(**values)
 
 
 def choose_neighbors(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], list[int]]:
-    """Layers to trace: the first, the last, and for every pair of keys of consecutive layers one such pair. And, for
-    each layer, the index among them of one with the same key and the same next key."""
+    """Layers to trace: the first, the last, and one pair of neighbors for each pair of keys. And
+    the index among them, for each layer, of one with the same key and the same next key."""
     pairs: dict[Any, int] = {}
     for i in range(1, len(keys) - 1):
         pairs.setdefault((keys[i], keys[i + 1]), i)
@@ -115,9 +123,11 @@ def choose_neighbors(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], list[in
     return tuple(layers), [0, *inner, len(layers) - 1][: len(keys)]
 
 
-def find_representative_layers(config: Any, count: int) -> tuple[list[LayerKind], tuple[int, ...]]:
-    """The kind of each layer, and at least `count` layers with all kinds that `truncate_config` can keep. Some families
-    compute a layer's kind from its index: then all layers up to the last of these."""
+def find_representative_layers(
+    config: PreTrainedConfig, count: int
+) -> tuple[list[LayerKind], tuple[int, ...]]:
+    """The kind of each layer, and at least `count` layers with all kinds that `truncate_config` can
+    keep. If kinds follow from indices: all layers up to the last of these."""
     kinds = read_kinds(config)
     layers = choose_layers(kinds, count)
     for candidate in (layers, tuple(range(layers[-1] + 1))):

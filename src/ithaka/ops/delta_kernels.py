@@ -1,13 +1,14 @@
-"""The gated delta rule of ops/delta_rule.py over one segment of tokens, in Triton: 16-bit inputs, states in fp32.
+"""The gated delta rule over one segment of tokens, in Triton: 16-bit inputs, states in fp32.
 
-In the terms used there, a chunk's gradients are
+In the terms of ops/delta_rule.py, a chunk's gradients are
 
     a = (1 + L)^-T (P^T dout + f k dS');   dS = p dS' + (e q)^T dout - (b e k)^T a
     dP = dout y^T;   dL = -a y^T;   dv = b a
 
-One kernel computes all chunks' inverses and P. One passes S from chunk to chunk for some columns of a head, and one
-passes dS back. The last computes all chunks' gradients from y, a, S and dS'. Triton 3.4 to 3.7.0 miscompiles products
-with a transposed product on Hopper, so matrices that are needed both ways are computed twice.
+One kernel computes all chunks' inverses and P. One passes S from chunk to chunk for some columns of
+a head, and one passes dS back. The last computes all chunks' gradients from y, a, S and dS'. Triton
+3.4 to 3.7.0 miscompiles products with a transposed product on Hopper, so matrices that are needed
+both ways are computed twice.
 
 Shapes as in ops/delta_rule.py; t tokens of the segment, z chunks, C tokens of a chunk.
 """
@@ -32,34 +33,43 @@ SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
-def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
-    K, V = k_sJK.shape[-1], v_sHV.shape[-1]
+def runs_delta_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
+    K = k_sJK.shape[-1]
+    V = v_sHV.shape[-1]
     is_supported = v_sHV.dtype.itemsize == 2 and K <= 128 and K % COLUMNS == V % COLUMNS == 0
     return runs_in_triton(v_sHV) and is_supported
 
 
-class FusedSegment:
-    """Like delta_rule.Segment, with fewer than 2^31 elements per tensor. K is padded to a power of two."""
+class FusedDeltaSegment:
+    """Like delta_rule.DeltaSegment, with fewer than 2^31 elements per tensor. K is padded to a
+    power of two."""
 
     def __init__(self, inputs: tuple[Tensor, ...], ids: Tensor | None, normalizes: bool) -> None:
         self.inputs = inputs
         q, k, v, g, beta = (x.contiguous() for x in inputs)
-        (t, J, K), H, C = k.shape, v.shape[1], CHUNK_TOKENS
-        self.K, self.padding, self.repeats = K, power_of_two(K) - K, H // J
+        (t, J, K) = k.shape
+        H = v.shape[1]
+        C = CHUNK_TOKENS
+        self.K = K
+        self.padding = power_of_two(K) - K
+        self.repeats = H // J
         if self.padding or self.repeats > 1:
             q, k = (F.pad(x, (0, self.padding)).repeat_interleave(self.repeats, 1) for x in (q, k))
-        self.own = q, k, v, g, beta
-        self.ids = ids if ids is not None else torch.zeros(t + 1, dtype=torch.int32, device=v.device)
+        self.own = (q, k, v, g, beta)
+        if ids is None:
+            ids = torch.zeros(t + 1, dtype=torch.int32, device=v.device)
+        self.ids = ids
         n = -(-t // C)
-        self.sizes, self.constants = (t, n, H), {"C": C, "K": K + self.padding, "BLOCK": COLUMNS, "WIDE": WIDE}
+        self.sizes = (t, n, H)
+        self.constants = {"C": C, "K": K + self.padding, "BLOCK": COLUMNS, "WIDE": WIDE}
         self.norm = {"scale": K**-0.5, "eps": NORM_EPS, "NORM": normalizes}
-        factors = g.new_empty(4, H, n * C)  # b e k, e q, f k and p, for q and k before their normalization
+        # b e k, e q, f k and p, for q and k before their normalization
+        factors = g.new_empty(4, H, n * C)
         inverse, products = g.new_empty(2, H, n, C, C)  # (1 + L)^-1 and P
-        self.prepared = factors, inverse, products
-        launch(
-            _prepare_kernel, (n * H,), q, k, g, beta, self.ids, *self.prepared, *self.sizes, **self.norm,
-            **self.constants, **CHUNK_OPTIONS,
-        )  # fmt: skip
+        self.prepared = (factors, inverse, products)
+        tensors = (q, k, g, beta, ids, *self.prepared)
+        options = self.norm | self.constants | CHUNK_OPTIONS
+        launch(_prepare_kernel, (n * H,), *tensors, *self.sizes, **options)
 
     def extend(self, map_HKX: Tensor) -> Tensor:
         matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
@@ -68,25 +78,28 @@ class FusedSegment:
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
         matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
         added_HKV = self._advance_grad(added_HKV, dout_tHV)
-        return torch.cat([self._advance_grad(matrix_HKx), added_HKV], -1) if matrix_HKx.numel() else added_HKV
+        if not matrix_HKx.numel():
+            return added_HKV
+        return torch.cat([self._advance_grad(matrix_HKx), added_HKV], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
         return self._advance(state_HKV, out_tHV)
 
     def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
-        (_, n, H), v = self.sizes, self.own[2]
-        states, dstates = state_HKV.new_empty(2, n, H, self.K + self.padding, v.shape[-1])
+        (_, n, H) = self.sizes
+        v = self.own[2]
+        V = v.shape[-1]
+        states, dstates = state_HKV.new_empty(2, n, H, self.K + self.padding, V)
         y, a = state_HKV.new_empty(2, *v.shape)
         dout_tHV = dout_tHV.contiguous()
         self._advance(state_HKV, kept=(states, y))
         dstate_HKV = self._advance_grad(dstate_HKV, dout_tHV, kept=(dstates, a))
-        grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in self.own]
-        launch(
-            _gradient_kernel, (n * H,),
-            *self.own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm,
-            V=v.shape[-1], **self.constants, **CHUNK_OPTIONS,
-        )  # fmt: skip
+        dtype = torch.float32 if self.repeats > 1 else None
+        grads = [torch.empty_like(x, dtype=dtype) for x in self.own]
+        read = (*self.own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV)
+        options = self.norm | {"V": V} | self.constants | CHUNK_OPTIONS
+        launch(_gradient_kernel, (n * H,), *read, *grads, *self.sizes, **options)
         if self.repeats > 1:
             grads[:2] = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in grads[:2])
         for x, grad in zip(self.inputs, grads, strict=True):
@@ -94,39 +107,67 @@ class FusedSegment:
         return dstate_HKV
 
     def _advance(
-        self, state_HKV: Tensor, out: Tensor | None = None, kept: tuple[Tensor, ...] | None = None, is_map: bool = False
+        self,
+        state_HKV: Tensor,
+        out: Tensor | None = None,
+        kept: tuple[Tensor, ...] | None = None,
+        is_map: bool = False,
     ) -> Tensor:
-        """Return the state after the segment. Write `out`, or `kept`: the states before each chunk and y. For a map,
-        v is 0."""
-        (q, k, v, _, beta), (before, after, grid) = self.own, self._buffers(state_HKV)
+        """Return the state after the segment. Write `out`, or `kept`: the states before each chunk
+        and y. For a map, v is 0."""
+        q, k, v, _, beta = self.own
+        before, after, grid = self._buffers(state_HKV)
         states, y = kept or (after, after)
+        tensors = (q, k, v, beta, *self.prepared, before, after)
         launch(
-            _advance_kernel, grid,
-            q, k, v, beta, *self.prepared, before, after, after if out is None else out, states, y, *self.sizes,
-            V=state_HKV.shape[-1], **self.constants, IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None,
+            _advance_kernel,
+            grid,
+            *tensors,
+            after if out is None else out,
+            states,
+            y,
+            *self.sizes,
+            V=state_HKV.shape[-1],
+            **self.constants,
+            IS_MAP=is_map,
+            HAS_OUT=out is not None,
+            KEEPS=kept is not None,
             **SCAN_OPTIONS,
-        )  # fmt: skip
+        )
         return after[:, : self.K]
 
     def _advance_grad(
         self, dstate_HKV: Tensor, dout: Tensor | None = None, kept: tuple[Tensor, ...] | None = None
     ) -> Tensor:
-        """Return the gradient of the state before the segment. Write `kept`: the gradients of the states after each
-        chunk, and a. Without `dout`, it is 0."""
+        """Return the gradient of the state before the segment. Write `kept`: the gradients of the
+        states after each chunk, and a. Without `dout`, it is 0."""
         after, before, grid = self._buffers(dstate_HKV)
         dstates, a = kept or (before, before)
         launch(
-            _advance_grad_kernel, grid,
-            *self.own[:2], before if dout is None else dout.contiguous(), *self.prepared, after, before, dstates, a,
-            *self.sizes, V=dstate_HKV.shape[-1], **self.constants, IS_MAP=dout is None, KEEPS=kept is not None,
+            _advance_grad_kernel,
+            grid,
+            *self.own[:2],
+            before if dout is None else dout.contiguous(),
+            *self.prepared,
+            after,
+            before,
+            dstates,
+            a,
+            *self.sizes,
+            V=dstate_HKV.shape[-1],
+            **self.constants,
+            IS_MAP=dout is None,
+            KEEPS=kept is not None,
             **SCAN_OPTIONS,
-        )  # fmt: skip
+        )
         return before[:, : self.K]
 
     def _buffers(self, state_HKV: Tensor) -> tuple[Tensor, Tensor, tuple[int]]:
-        """Return the padded state, a buffer for the next one, and the grid: a program has COLUMNS of a head's state."""
+        """Return the padded state, a buffer for the next one, and the grid: a program has COLUMNS
+        of a head's state."""
         padded = F.pad(state_HKV, (0, 0, 0, self.padding)).contiguous()
-        return padded, torch.empty_like(padded), (len(padded) * (padded.shape[-1] // COLUMNS),)
+        num_programs = len(padded) * (padded.shape[-1] // COLUMNS)
+        return padded, torch.empty_like(padded), (num_programs,)
 
 
 if triton is not None:
@@ -138,20 +179,25 @@ if triton is not None:
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """Load the log of the decay up to each token, its document, and the decays e, f and p. Chunks after the last
-        token change nothing."""
+        """Load the log of the decay up to each token, its document, and the decays e, f and p.
+        Chunks after the last token change nothing."""
         at = chunk * C + tl.arange(0, C)
         g_C = tl.load(g + at * H + h, at < t, other=0.0)
-        log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
-        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + tl.minimum(chunk * C, t))
+        log = tl.cumsum(g_C, 0)
+        total = tl.sum(g_C, 0)
+        id_C = tl.load(ids + 1 + tl.minimum(at, t - 1))
+        before = tl.load(ids + tl.minimum(chunk * C, t))
         last = tl.load(ids + tl.minimum(chunk * C + C, t))
         e = tl.where(id_C == before, tl.exp(log), 0.0)
-        f, p = tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)
+        f = tl.where(id_C == last, tl.exp(total - log), 0.0)
+        p = tl.where(last == before, tl.exp(total), 0.0)
         return log, id_C, e, f, p
 
     @triton.jit
     def _load_rows(x, at, h, t, H, K: tl.constexpr):
-        return tl.load(x + (at * H + h)[:, None] * K + tl.arange(0, K)[None, :], (at < t)[:, None], other=0.0)
+        return tl.load(
+            x + (at * H + h)[:, None] * K + tl.arange(0, K)[None, :], (at < t)[:, None], other=0.0
+        )
 
     @triton.jit
     def _norm_factor(x_CK, scale, eps, NORM: tl.constexpr):
@@ -161,31 +207,56 @@ if triton is not None:
 
     @triton.jit
     def _prepare_kernel(
-        q, k, g, beta, ids, factors, inverse, products, t, n, H, scale, eps,
-        NORM: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    ):  # fmt: skip
-        chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
+        q,
+        k,
+        g,
+        beta,
+        ids,
+        factors,
+        inverse,
+        products,
+        t,
+        n,
+        H,
+        scale,
+        eps,
+        NORM: tl.constexpr,
+        C: tl.constexpr,
+        K: tl.constexpr,
+        BLOCK: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        chunk = tl.program_id(0) // H
+        h = tl.program_id(0) % H
         i = tl.arange(0, C)
         at = chunk * C + i
         log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
         b = tl.load(beta + at * H + h, at < t, other=0.0)
-        q_CK, k_CK = _load_rows(q, at, h, t, H, K), _load_rows(k, at, h, t, H, K)
-        q_factor, k_factor = _norm_factor(q_CK, scale, eps, NORM), _norm_factor(k_CK, 1.0, eps, NORM)
-        into, step = factors + (h * n + chunk) * C + i, H * n * C
+        q_CK = _load_rows(q, at, h, t, H, K)
+        k_CK = _load_rows(k, at, h, t, H, K)
+        q_factor = _norm_factor(q_CK, scale, eps, NORM)
+        k_factor = _norm_factor(k_CK, 1.0, eps, NORM)
+        into = factors + (h * n + chunk) * C + i
+        step = H * n * C
         tl.store(into, b * e * k_factor)
         tl.store(into + step, e * q_factor)
         tl.store(into + 2 * step, f * k_factor)
         tl.store(into + 3 * step, p + i * 0.0)
         is_seen = (i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :])
-        decay = tl.where(is_seen, tl.exp(tl.where(is_seen, log[:, None] - log[None, :], 0.0)), 0.0) * k_factor[None, :]
+        decay = (
+            tl.where(is_seen, tl.exp(tl.where(is_seen, log[:, None] - log[None, :], 0.0)), 0.0)
+            * k_factor[None, :]
+        )
         into = ((h * n + chunk) * C + i[:, None]) * C + i[None, :]
         tl.store(products + into, tl.dot(q_CK, tl.trans(k_CK)) * decay * q_factor[:, None])
         lower = tl.dot(k_CK, tl.trans(k_CK)) * decay * (b * k_factor)[:, None]
-        # [[a, 0], [c, d]]^-1 = [[a^-1, 0], [-d^-1 c a^-1, d^-1]], for blocks of 1, 2, 4, ... on the diagonal at once.
+        # [[a, 0], [c, d]]^-1 = [[a^-1, 0], [-d^-1 c a^-1, d^-1]], for blocks of 1, 2, 4, ... on the
+        # diagonal at once.
         x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         size: tl.constexpr = 1
         for _ in tl.static_range(C.bit_length() - 1):
-            row, col = i[:, None] // size, i[None, :] // size
+            row = i[:, None] // size
+            col = i[None, :] // size
             corner = tl.where((row == col + 1) & (col % 2 == 0), lower, 0.0)
             x -= corner if size == 1 else _dot(x, _dot(corner, x, WIDE), WIDE)
             size *= 2
@@ -193,17 +264,41 @@ if triton is not None:
 
     @triton.jit
     def _advance_kernel(
-        q, k, v, beta, factors, inverse, products, first, last, out, states, written, t, n, H,
-        V: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
-        IS_MAP: tl.constexpr, HAS_OUT: tl.constexpr, KEEPS: tl.constexpr,
-    ):  # fmt: skip
-        h, col = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-        i, step = tl.arange(0, C), H * n * C
+        q,
+        k,
+        v,
+        beta,
+        factors,
+        inverse,
+        products,
+        first,
+        last,
+        out,
+        states,
+        written,
+        t,
+        n,
+        H,
+        V: tl.constexpr,
+        BLOCK: tl.constexpr,
+        C: tl.constexpr,
+        K: tl.constexpr,
+        WIDE: tl.constexpr,
+        IS_MAP: tl.constexpr,
+        HAS_OUT: tl.constexpr,
+        KEEPS: tl.constexpr,
+    ):
+        h = tl.program_id(0) // (V // BLOCK)
+        col = tl.program_id(0) % (V // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+        i = tl.arange(0, C)
+        step = H * n * C
         state_at = (h * K + tl.arange(0, K)[:, None]) * V + col[None, :]
         state = tl.load(first + state_at)
         for chunk in range(n):
-            at, chunk_at = chunk * C + i, (h * n + chunk) * C
-            at_CV, inside = (at * H + h)[:, None] * V + col[None, :], (at < t)[:, None]
+            at = chunk * C + i
+            chunk_at = (h * n + chunk) * C
+            at_CV = (at * H + h)[:, None] * V + col[None, :]
+            inside = (at < t)[:, None]
             k_CK = _load_rows(k, at, h, t, H, K)
             matrix_at = (chunk_at + i[:, None]) * C + i[None, :]
             z = -tl.load(factors + chunk_at + i)[:, None] * _dot(k_CK, state, WIDE)
@@ -212,7 +307,10 @@ if triton is not None:
                 z += b[:, None] * tl.load(v + at_CV, inside, other=0.0).to(tl.float32)
             y = _dot(tl.load(inverse + matrix_at), z, WIDE)
             if HAS_OUT:
-                o = _dot(_load_rows(q, at, h, t, H, K), state, WIDE) * tl.load(factors + step + chunk_at + i)[:, None]
+                o = (
+                    _dot(_load_rows(q, at, h, t, H, K), state, WIDE)
+                    * tl.load(factors + step + chunk_at + i)[:, None]
+                )
                 o += _dot(tl.load(products + matrix_at), y, WIDE)
                 tl.store(out + at_CV, o.to(out.dtype.element_ty), inside)
             if KEEPS:
@@ -224,18 +322,39 @@ if triton is not None:
 
     @triton.jit
     def _advance_grad_kernel(
-        q, k, dout, factors, inverse, products, last, first, dstates, solved, t, n, H,
-        V: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
-        IS_MAP: tl.constexpr, KEEPS: tl.constexpr,
-    ):  # fmt: skip
-        h, col = tl.program_id(0) // (V // BLOCK), tl.program_id(0) % (V // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-        i, step = tl.arange(0, C), H * n * C
+        q,
+        k,
+        dout,
+        factors,
+        inverse,
+        products,
+        last,
+        first,
+        dstates,
+        solved,
+        t,
+        n,
+        H,
+        V: tl.constexpr,
+        BLOCK: tl.constexpr,
+        C: tl.constexpr,
+        K: tl.constexpr,
+        WIDE: tl.constexpr,
+        IS_MAP: tl.constexpr,
+        KEEPS: tl.constexpr,
+    ):
+        h = tl.program_id(0) // (V // BLOCK)
+        col = tl.program_id(0) % (V // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+        i = tl.arange(0, C)
+        step = H * n * C
         state_at = (h * K + tl.arange(0, K)[:, None]) * V + col[None, :]
         dstate = tl.load(last + state_at)
         for later in range(n):
             chunk = n - 1 - later
-            at, chunk_at = chunk * C + i, (h * n + chunk) * C
-            at_CV, inside = (at * H + h)[:, None] * V + col[None, :], (at < t)[:, None]
+            at = chunk * C + i
+            chunk_at = (h * n + chunk) * C
+            at_CV = (at * H + h)[:, None] * V + col[None, :]
+            inside = (at < t)[:, None]
             k_CK = _load_rows(k, at, h, t, H, K)
             matrix_at = (chunk_at + i[:, None]) * C + i[None, :]
             dy = _dot(k_CK, dstate, WIDE) * tl.load(factors + 2 * step + chunk_at + i)[:, None]
@@ -255,19 +374,49 @@ if triton is not None:
 
     @triton.jit
     def _gradient_kernel(
-        q, k, v, g, beta, ids, products, written, solved, states, dstates, dout, dq, dk, dv, dg, dbeta, t, n, H,
-        scale, eps, V: tl.constexpr, BLOCK: tl.constexpr,
-        NORM: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
-    ):  # fmt: skip
-        chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
-        i, dim = tl.arange(0, C), tl.arange(0, K)
+        q,
+        k,
+        v,
+        g,
+        beta,
+        ids,
+        products,
+        written,
+        solved,
+        states,
+        dstates,
+        dout,
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        t,
+        n,
+        H,
+        scale,
+        eps,
+        V: tl.constexpr,
+        BLOCK: tl.constexpr,
+        NORM: tl.constexpr,
+        C: tl.constexpr,
+        K: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        chunk = tl.program_id(0) // H
+        h = tl.program_id(0) % H
+        i = tl.arange(0, C)
+        dim = tl.arange(0, K)
         at = chunk * C + i
-        row, inside = at * H + h, at < t
+        row = at * H + h
+        inside = at < t
         log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
         b = tl.load(beta + row, inside, other=0.0)
         # dP, dL and their transposes.
-        dp, dp_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        dl, dl_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        dp = tl.zeros((C, C), tl.float32)
+        dp_t = tl.zeros((C, C), tl.float32)
+        dl = tl.zeros((C, C), tl.float32)
+        dl_t = tl.zeros((C, C), tl.float32)
         db = tl.zeros((C,), tl.float32)
         for first in range(0, V, BLOCK):
             at_CV = row[:, None] * V + first + tl.arange(0, BLOCK)[None, :]
@@ -280,13 +429,19 @@ if triton is not None:
             dl_t -= _dot(y, tl.trans(a), WIDE)
             db += tl.sum(tl.load(v + at_CV, inside[:, None], other=0.0).to(tl.float32) * a, 1)
             tl.store(dv + at_CV, (a * b[:, None]).to(dv.dtype.element_ty), inside[:, None])
-        # Gradients of the products of q and k and of k and k; sums over the decay's rows and columns.
+        # Gradients of the products of q and k and of k and k; sums over the decay's rows and
+        # columns.
         is_same = id_C[:, None] == id_C[None, :]
         between = log[:, None] - log[None, :]
-        decay = tl.where(is_same & (i[:, None] >= i[None, :]), tl.exp(tl.minimum(between, 0.0)), 0.0)
-        decay_t = tl.where(is_same & (i[:, None] <= i[None, :]), tl.exp(tl.minimum(-between, 0.0)), 0.0)
+        decay = tl.where(
+            is_same & (i[:, None] >= i[None, :]), tl.exp(tl.minimum(between, 0.0)), 0.0
+        )
+        decay_t = tl.where(
+            is_same & (i[:, None] <= i[None, :]), tl.exp(tl.minimum(-between, 0.0)), 0.0
+        )
         dlog_CC = dp * tl.load(products + ((h * n + chunk) * C + i[:, None]) * C + i[None, :])
-        dp, dp_t = dp * decay, dp_t * decay_t
+        dp = dp * decay
+        dp_t = dp_t * decay_t
         dl = tl.where(i[:, None] > i[None, :], dl * decay, 0.0)
         dl_t = tl.where(i[:, None] < i[None, :], dl_t * decay_t, 0.0) * b[None, :]
         k_CK = _load_rows(k, at, h, t, H, K)
@@ -298,20 +453,27 @@ if triton is not None:
         dlog = tl.sum(dlog_CC, 1) - tl.sum(dlog_CC, 0)
         # Gradients through the states.
         dq_CK = tl.zeros((C, K), tl.float32)
-        from_before, to_after = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        from_before = tl.zeros((C, K), tl.float32)
+        to_after = tl.zeros((C, K), tl.float32)
         passed = tl.zeros((K,), tl.float32)
         for first in range(0, V, BLOCK):
             col = first + tl.arange(0, BLOCK)
             at_CV = row[:, None] * V + col[None, :]
             at_KV = ((chunk * H + h) * K + dim[:, None]) * V + col[None, :]
-            state, dstate = tl.load(states + at_KV), tl.load(dstates + at_KV)
+            state = tl.load(states + at_KV)
+            dstate = tl.load(dstates + at_KV)
             dq_CK += _dot(tl.load(dout + at_CV, inside[:, None], other=0.0), tl.trans(state), WIDE)
-            from_before += _dot(tl.load(solved + at_CV, inside[:, None], other=0.0), tl.trans(state), WIDE)
-            to_after += _dot(tl.load(written + at_CV, inside[:, None], other=0.0), tl.trans(dstate), WIDE)
+            from_before += _dot(
+                tl.load(solved + at_CV, inside[:, None], other=0.0), tl.trans(state), WIDE
+            )
+            to_after += _dot(
+                tl.load(written + at_CV, inside[:, None], other=0.0), tl.trans(dstate), WIDE
+            )
             passed += tl.sum(state * dstate, 1)
         q_CK = _load_rows(q, at, h, t, H, K)
         q_factor = _norm_factor(q_CK, scale, eps, NORM)
-        q_CK, k_CK = q_CK.to(tl.float32) * q_factor[:, None], k_CK.to(tl.float32) * k_factor[:, None]
+        q_CK = q_CK.to(tl.float32) * q_factor[:, None]
+        k_CK = k_CK.to(tl.float32) * k_factor[:, None]
         dq_CK *= e[:, None]
         dlog += tl.sum(dq_CK * q_CK, 1)
         dq_CK += _dot(dp, k_CK, WIDE)
@@ -329,6 +491,8 @@ if triton is not None:
         tl.store(dq + at_CK, (dq_CK * q_factor[:, None]).to(dq.dtype.element_ty), inside[:, None])
         tl.store(dk + at_CK, (dk_CK * k_factor[:, None]).to(dk.dtype.element_ty), inside[:, None])
         # g decays what later tokens read, and what leaves the chunk.
-        dg_C = tl.sum(tl.where(i[:, None] >= i[None, :], dlog[:, None], 0.0) + to_k[:, None], 0) + p * tl.sum(passed, 0)
+        dg_C = tl.sum(
+            tl.where(i[:, None] >= i[None, :], dlog[:, None], 0.0) + to_k[:, None], 0
+        ) + p * tl.sum(passed, 0)
         tl.store(dg + row, dg_C, inside)
         tl.store(dbeta + row, db, inside)

@@ -1,12 +1,13 @@
 """Frozen four-bit weights: stored packed, and unpacked for one pass of a layer.
 
-Weights are packed in rows of 16384, in the order of the full tensor: first the codes, two per byte with the first in
-the high bits, then the scales of the row's blocks. A row is self-contained, so FSDP2 can shard and gather rows.
-The bytes are viewed as the compute dtype, because FSDP2 would cast any other dtype, including uint8, to it.
+Weights are packed in rows of 16384, in the order of the full tensor: first the codes, two per byte
+with the first in the high bits, then the scales of the row's blocks. A row is self-contained, so
+FSDP2 can shard and gather rows. The bytes are viewed as the compute dtype, because FSDP2 would cast
+any other dtype, including uint8, to it.
 
-nf4 and fp4 are bitsandbytes' formats, in blocks of 64. With double quantization a scale is a byte, from a table that is
-scaled per row, plus the offset of the tensor. mxfp4 is OCP's: blocks of 32, each with a power of two.
-weights/formats.py chooses, reads and describes packed weights.
+nf4 and fp4 are bitsandbytes' formats, in blocks of 64. With double quantization a scale is a byte,
+from a table that is scaled per row, plus the offset of the tensor. mxfp4 is OCP's: blocks of 32,
+each with a power of two. weights/formats.py chooses, reads and describes packed weights.
 """
 
 import math
@@ -14,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ithaka.config.formats import BASE_FORMATS, ROW
+from ithaka.config.base_formats import BASE_FORMATS, ROW
+from ithaka.foreign.torch_core import keep_version
 from ithaka.ops.fused import launch, runs_in_triton
 from ithaka.phases import MemoryCategory, allocating_for
 
@@ -33,9 +35,22 @@ except ImportError:  # CPU builds of PyTorch come without it
 
 TABLES = {
     "nf4": (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
     ),
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
     "mxfp4": tuple(sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)),
@@ -66,8 +81,11 @@ class RowLayout(NamedTuple):
 
 
 NF4 = RowLayout("nf4", Scales.DOUBLE, 64, ROW // 64, BASE_FORMATS["nf4"].row_bytes)
-NF4_SINGLE = RowLayout("nf4", Scales.FLOAT, 64, ROW // 16, SCALES_AT + ROW // 16)  # without double quantization
-MXFP4 = RowLayout("mxfp4", Scales.EXPONENT, 32, ROW // 32, BASE_FORMATS["mxfp4"].row_bytes, is_transposed=True)
+# without double quantization
+NF4_SINGLE = RowLayout("nf4", Scales.FLOAT, 64, ROW // 16, SCALES_AT + ROW // 16)
+MXFP4 = RowLayout(
+    "mxfp4", Scales.EXPONENT, 32, ROW // 32, BASE_FORMATS["mxfp4"].row_bytes, is_transposed=True
+)
 
 
 @cache
@@ -96,11 +114,12 @@ def block_scales(flat: Tensor) -> Tensor:
 
 
 def quantize_nf4(flat: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
-    """Pack weights into rows of bytes, double-quantized. `offset`: the mean of `block_scales` over the tensor."""
+    """Pack weights into rows of bytes, double-quantized. `offset`: the mean of `block_scales`."""
     codes = [_quantize_blocks(part.float().view(-1, 64)) for part in flat.split(CHUNK_ROWS * ROW)]
     scales = nn.functional.pad(scales - offset, (0, -len(scales) % (ROW // 64))).view(-1, ROW // 64)
     row_scales = scales.abs().amax(1)
-    return pack_rows(torch.cat(codes), _nearest(scales, row_scales, "dynamic"), NF4, row_scales, offset)
+    packed = torch.cat(codes)
+    return pack_rows(packed, _nearest(scales, row_scales, "dynamic"), NF4, row_scales, offset)
 
 
 def _quantize_blocks(blocks: Tensor) -> Tensor:
@@ -109,10 +128,12 @@ def _quantize_blocks(blocks: Tensor) -> Tensor:
 
 
 def quantize_mxfp4(flat: Tensor) -> Tensor:
-    """Pack weights into rows of bytes. A block's exponent is that of its largest value, less two: OCP's rule."""
-    blocks, table = flat.float().view(-1, 32), _table("mxfp4", flat.device)[:8]
+    """Pack weights into rows of bytes. A block's exponent: its largest value's, less two (OCP)."""
+    blocks = flat.float().view(-1, 32)
+    table = _table("mxfp4", flat.device)[:8]
     exponents = (blocks.abs().amax(1).frexp().exponent - 3).clamp(-127, 127)
-    sizes = torch.bucketize(torch.ldexp(blocks, -exponents[:, None]).abs(), (table[:-1] + table[1:]) / 2)
+    bounds = (table[:-1] + table[1:]) / 2
+    sizes = torch.bucketize(torch.ldexp(blocks, -exponents[:, None]).abs(), bounds)
     codes = (sizes + 8 * (blocks < 0)).to(torch.uint8).view(-1, 2)
     return pack_rows((codes[:, 0] << 4) | codes[:, 1], (exponents + 127).to(torch.uint8), MXFP4)
 
@@ -125,30 +146,41 @@ def quantize_matrix(flat: Tensor, layout: RowLayout) -> Tensor:
     return quantize_nf4(flat, scales, scales.double().mean().float())
 
 
-def pack_rows(codes: Tensor, scales: Tensor, layout: RowLayout, row_scales: Any = 0, offset: Any = 0) -> Tensor:
-    """Pack codes, two per byte, and the scales of their blocks. With double quantization scales are bytes."""
-    num_rows, scales = -(-len(codes) // SCALES_AT), scales.contiguous().view(torch.uint8).flatten()
+def pack_rows(
+    codes: Tensor,
+    scales: Tensor,
+    layout: RowLayout,
+    row_scales: Tensor | float = 0,
+    offset: Tensor | float = 0,
+) -> Tensor:
+    """Pack codes, two per byte, and the scales of their blocks: bytes with double quantization."""
+    num_rows = -(-len(codes) // SCALES_AT)
+    scales = scales.contiguous().view(torch.uint8).flatten()
     packed = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=codes.device)
     for at, values, width in ((0, codes, SCALES_AT), (SCALES_AT, scales, layout.scale_bytes)):
-        packed[:, at : at + width] = nn.functional.pad(values, (0, num_rows * width - len(values))).view(-1, width)
+        padding = num_rows * width - len(values)
+        packed[:, at : at + width] = nn.functional.pad(values, (0, padding)).view(-1, width)
     if layout.scales == Scales.DOUBLE:
         at = (SCALES_AT + layout.scale_bytes) // 4
-        packed.view(torch.float32)[:, at], packed.view(torch.float32)[:, at + 1] = row_scales, offset
+        packed.view(torch.float32)[:, at] = row_scales
+        packed.view(torch.float32)[:, at + 1] = offset
     return packed
 
 
 def dequantize(packed: Tensor, layout: RowLayout, into: Tensor) -> None:
-    """Dequantize rows of bytes to `into`, one or several matrices, contiguous: products in fp32, rounded once. Each
-    matrix starts a new row."""
+    """Dequantize rows of bytes to `into`, one or several matrices, contiguous: products in fp32,
+    rounded once. Each matrix starts a new row."""
     num_matrices = len(into) if into.dim() == 3 else 1
-    matrices, num_rows = into.view(num_matrices, -1), len(packed) // num_matrices
+    matrices = into.view(num_matrices, -1)
+    num_rows = len(packed) // num_matrices
     if runs_in_triton(into):
-        tables = _table(layout.codes, packed.device), _table("dynamic", packed.device)
-        grid, sizes = (len(packed) * (ROW // PROGRAM),), {"ROW": ROW, "BYTES": layout.row_bytes, "PART": PROGRAM}
-        # Without fused multiply-adds, for the same bits as bitsandbytes.
+        tables = (_table(layout.codes, packed.device), _table("dynamic", packed.device))
+        tensors = (packed, packed.view(torch.float32), *tables, into)
+        counts = (num_rows, matrices.shape[1])
+        sizes = {"ROW": ROW, "BYTES": layout.row_bytes, "PART": PROGRAM}
+        # without fused multiply-adds, for the same bits as bitsandbytes
         options = {"KIND": int(layout.scales), "num_warps": 8, "enable_fp_fusion": False}
-        counts = num_rows, matrices.shape[1]
-        tensors = packed, packed.view(torch.float32), *tables, into
+        grid = (len(packed) * (ROW // PROGRAM),)
         launch(_dequantize_kernel, grid, *tensors, *counts, **sizes, **options)
         return
     for matrix, matrix_rows in zip(matrices, packed.split(num_rows), strict=True):
@@ -156,7 +188,8 @@ def dequantize(packed: Tensor, layout: RowLayout, into: Tensor) -> None:
         for out, rows in chunks:
             codes = rows[:, :SCALES_AT]
             indices = torch.stack((codes >> 4, codes & 15), -1).view(-1, layout.block)
-            values = _table(layout.codes, rows.device)[indices.int()] * _row_scales(rows, layout).reshape(-1, 1)
+            values = _table(layout.codes, rows.device)[indices.int()]
+            values = values * _row_scales(rows, layout).reshape(-1, 1)
             out.copy_(values.view(-1)[: len(out)])
 
 
@@ -168,26 +201,45 @@ def _row_scales(rows: Tensor, layout: RowLayout) -> Tensor:
     if layout.scales == Scales.FLOAT:
         return floats[:, SCALES_AT // 4 :]
     end = SCALES_AT + layout.scale_bytes
-    bytes_ = rows[:, SCALES_AT:end].int()
-    return _table("dynamic", rows.device)[bytes_] * floats[:, end // 4, None] + floats[:, end // 4 + 1, None]
+    dynamic = _table("dynamic", rows.device)
+    row_scale = floats[:, end // 4, None]
+    offset = floats[:, end // 4 + 1, None]
+    return dynamic[rows[:, SCALES_AT:end].int()] * row_scale + offset
+
+
+class Sliceable(Protocol):
+    """A tensor, maybe in a file."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 class PackedWeight:
-    """Replaces a module's frozen parameter: `packed_NAME` is the parameter, and NAME is a tensor with storage only
-    inside `unpacked`. Each matrix of a 3-D parameter is packed separately."""
+    """Replaces a module's frozen parameter: `packed_NAME` is the parameter, and NAME is a tensor
+    with storage only inside `unpacked`. Each matrix of a 3-D parameter is packed separately."""
 
     def __init__(
-        self, module: nn.Module, name: str, layout: RowLayout, dtype: torch.dtype, rows: Tensor | None = None
+        self,
+        module: nn.Module,
+        name: str,
+        layout: RowLayout,
+        dtype: torch.dtype,
+        rows: Tensor | None = None,
     ) -> None:
         """`rows`: the packed bytes, if already known."""
         param = module._parameters.pop(name)
         assert param is not None
-        self.module, self.name, self.layout, self.shape = module, name, layout, param.shape
+        self.module = module
+        self.name = name
+        self.layout = layout
+        self.shape = param.shape
         if layout.is_transposed:
             self.shape = torch.Size((param.shape[0], param.shape[2], param.shape[1]))
         num_rows = -(-math.prod(self.shape[-2:]) // ROW)
         shape = (*self.shape[:-2], num_rows, layout.row_bytes // dtype.itemsize)
-        packed = torch.empty(shape, dtype=dtype, device=param.device) if rows is None else rows.view(dtype).view(shape)
+        if rows is None:
+            packed = torch.empty(shape, dtype=dtype, device=param.device)
+        else:
+            packed = rows.view(dtype).view(shape)
         module.register_parameter(f"packed_{name}", nn.Parameter(packed, requires_grad=False))
         self.weight = torch.empty(self.shape, dtype=dtype, device="meta")
         self.install()
@@ -210,16 +262,18 @@ class PackedWeight:
             self.install()
         self.weight.untyped_storage().resize_(self.weight.numel() * self.weight.itemsize)
         # Graphs may hold the tensor between passes; its values are the same in every pass.
-        with torch.autograd._unsafe_preserve_version_counter(self.weight):
+        with keep_version(self.weight):
             dequantize(packed, self.layout, self.weight)
 
     def release(self) -> None:
         self.weight.untyped_storage().resize_(0)
 
-    def write(self, full: Any, local: Tensor, rows: slice) -> None:
-        """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight, rounded
-        to bf16 as transformers does with dtype=bfloat16. Collective: the offset is that of the full matrix."""
-        raw, width = local.view(torch.uint8), self.shape[-1]
+    def write(self, full: Sliceable, local: Tensor, rows: slice) -> None:
+        """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the
+        full weight, rounded to bf16 as transformers does with dtype=bfloat16. Collective: the
+        offset is that of the full matrix."""
+        raw = local.view(torch.uint8)
+        width = self.shape[-1]
         device = full.device if isinstance(full, Tensor) and full.is_cuda else raw.device
         options: Any = {"device": device, "dtype": torch.bfloat16}
         if len(self.shape) == 3:
@@ -228,9 +282,12 @@ class PackedWeight:
             return
         first, last = (min(row * ROW, math.prod(self.shape)) for row in (rows.start, rows.stop))
         start = first // width
-        flat = full[start : -(-last // width)].flatten()[first - start * width : last - start * width].to(**options)
+        flat = full[start : -(-last // width)].flatten()
+        flat = flat[first - start * width : last - start * width].to(**options)
         scales = block_scales(flat)
-        total = torch.stack([scales.double().sum(), torch.tensor(len(scales), dtype=torch.float64, device=device)])
+        total = torch.stack(
+            [scales.double().sum(), scales.new_tensor(len(scales), dtype=torch.float64)]
+        )
         if isinstance(self.packed, DTensor):
             mesh = self.packed.device_mesh
             total = total.to(mesh.device_type)
@@ -266,16 +323,28 @@ if triton is not None:
 
     @triton.jit
     def _dequantize_kernel(
-        packed, floats, table, dynamic, into, num_rows, count, ROW: tl.constexpr, BYTES: tl.constexpr,
-        PART: tl.constexpr, KIND: tl.constexpr,
-    ):  # fmt: skip
-        """Unpack matrices of `count` weights, `num_rows` rows each. KIND 0: a scale in fp32 per block of 64; 1: double
-        quantization; 2: mxfp4."""
+        packed,
+        floats,
+        table,
+        dynamic,
+        into,
+        num_rows,
+        count,
+        ROW: tl.constexpr,
+        BYTES: tl.constexpr,
+        PART: tl.constexpr,
+        KIND: tl.constexpr,
+    ):
+        """Unpack matrices of `count` weights, `num_rows` rows each. KIND 0: a scale in fp32 per
+        block of 64; 1: double quantization; 2: mxfp4."""
         parts: tl.constexpr = ROW // PART
-        row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+        row = (tl.program_id(0) // parts).to(tl.int64)
+        part = tl.program_id(0) % parts
         byte = part * (PART // 2) + tl.arange(0, PART // 2)
         codes = tl.load(packed + row * BYTES + byte)
-        unscaled = tl.interleave(tl.load(table + (codes >> 4).to(tl.int32)), tl.load(table + (codes & 15).to(tl.int32)))
+        unscaled = tl.interleave(
+            tl.load(table + (codes >> 4).to(tl.int32)), tl.load(table + (codes & 15).to(tl.int32))
+        )
         BLOCK: tl.constexpr = 32 if KIND == 2 else 64
         block = part * (PART // BLOCK) + tl.arange(0, PART // BLOCK)
         if KIND == 0:

@@ -1,9 +1,10 @@
-"""Element-wise steps of decoder layers, for blocks/: RMS norm, gates of MLPs and RoPE, forward and backward.
+"""Element-wise steps of decoder layers: RMS norm, gates of MLPs and RoPE, forward and backward.
 
-Each makes one pass over memory if Triton is installed. All compute in fp32 or wider and round once, except `gate_mul`
-without Triton, which rounds twice, as Hugging Face does.
+Each makes one pass over memory if Triton is installed. All compute in fp32 or wider and round once,
+except `gate_mul` without Triton, which rounds twice, as Hugging Face does.
 
-Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, b blocks of rows.
+Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, b blocks of
+rows.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ _TERMS = 4  # a kernel sums at most this many tensors
 
 
 class NormForm(NamedTuple):
-    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), with x minus its mean if it is centered."""
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), of x minus its mean if it is centered."""
 
     eps: float
     offset: float
@@ -46,21 +47,24 @@ class NormForm(NamedTuple):
 
 
 def apply_norm(x: Tensor, weight_D: Tensor, form: NormForm, terms: Sequence[Tensor] = ()) -> Tensor:
-    """Return y in the dtype of the weight. `terms`: those of `sum_rounded`, if x is its result; y is that of the sum
-    before it was rounded."""
+    """Return y in the dtype of the weight. `terms`: those of `sum_rounded`, if x is its result; y
+    is that of the sum before it was rounded."""
     eps, offset, is_centered = form
     if not runs_kernels(x):
         wide = _wide_sum(terms or [x])
-        wide = wide - wide.mean(-1, keepdim=True) if is_centered else wide
+        if is_centered:
+            wide = wide - wide.mean(-1, keepdim=True)
         y = wide * _norm_factor(wide, eps)
         return y.mul_(offset + weight_D.to(y.dtype)).to(weight_D.dtype)
     into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
     D = x.shape[-1]
-    inputs = [term.reshape(-1, D) for term in (terms if terms and _is_summable(terms) else [x])]
-    t, row_stride = len(inputs[0]), inputs[0].stride(0)
+    summed = terms if terms and _is_summable(terms) else [x]
+    inputs = [_as_rows(term) for term in summed]
+    t = len(inputs[0])
     sizes = _norm_sizes(D) | {"COUNT": len(inputs), "CENTERED": is_centered}
-    tensors = into, *_pad(inputs), weight_D
-    launch(_norm_kernel, (-(-t // sizes["ROWS"]),), *tensors, eps, offset, t, D, row_stride, **sizes)
+    tensors = (into, *_pad(inputs), weight_D)
+    scalars = (eps, offset, t, D, inputs[0].stride(0))
+    launch(_norm_kernel, (-(-t // sizes["ROWS"]),), *tensors, *scalars, **sizes)
     return into
 
 
@@ -69,26 +73,41 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
     eps, offset, is_centered = form
     if not runs_kernels(x):
         wide = torch.promote_types(x.dtype, torch.float32)
-        normed, d = x.to(wide), dy.to(wide)
-        normed = normed - normed.mean(-1, keepdim=True) if is_centered else normed
+        normed = x.to(wide)
+        d = dy.to(wide)
+        if is_centered:
+            normed = normed - normed.mean(-1, keepdim=True)
         factor = _norm_factor(normed, eps)
         normed = normed * factor
         dweight_D = (d * normed).flatten(0, -2).sum(0)
         d = d * (offset + weight_D.to(wide))
-        d = d - d.mean(-1, keepdim=True) if is_centered else d
+        if is_centered:
+            d = d - d.mean(-1, keepdim=True)
         normed.mul_((d * normed).mean(-1, keepdim=True))
         return d.sub_(normed).mul_(factor).to(x.dtype), dweight_D
-    D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
+    D = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_tD = _as_rows(x)
+    dy_tD = _as_rows(dy)
+    sizes = _norm_sizes(D) | {"CENTERED": is_centered}
     programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * num_multiprocessors(x.device))
     dweight_bD = x.new_empty(programs, D, dtype=torch.float32)
-    scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
-    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_bD, *scalars, **sizes)
+    tensors = (dx, x_tD, dy_tD, weight_D, dweight_bD)
+    scalars = (eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0))
+    launch(_norm_backward_kernel, (programs,), *tensors, *scalars, **sizes)
     return dx, dweight_bD.sum(0)
 
 
 def _norm_factor(x: Tensor, eps: float) -> Tensor:
-    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+    mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1]
+    return (mean + eps).rsqrt_()
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return x as [t, D] for a kernel. A skipped result has one element for all, which it must not
+    read beyond."""
+    rows_tD = x.reshape(-1, x.shape[-1])
+    return rows_tD if rows_tD.stride(-1) == 1 else rows_tD.contiguous()
 
 
 def _norm_sizes(num_features: int) -> dict[str, int]:
@@ -100,11 +119,13 @@ def _norm_sizes(num_features: int) -> dict[str, int]:
 
 
 def sum_rounded(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape in the dtype of the first, summed in fp32 or wider and rounded once."""
+    """Return the sum of tensors of one shape in the dtype of the first, summed in fp32 or wider and
+    rounded once."""
     into = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
     if runs_kernels(into) and _is_summable(terms):
-        grid, count = (-(-into.numel() // _BLOCK),), len(terms)
-        launch(_sum_kernel, grid, into, *_pad(terms), into.numel(), COUNT=count, BLOCK=_BLOCK)
+        grid = (-(-into.numel() // _BLOCK),)
+        sizes = {"COUNT": len(terms), "BLOCK": _BLOCK}
+        launch(_sum_kernel, grid, into, *_pad(terms), into.numel(), **sizes)
         return into
     return into.copy_(_wide_sum(terms))
 
@@ -142,11 +163,14 @@ def _activate_into(x: Tensor, into: Tensor, activation: Activation) -> None:
     if activation == "silu":
         torch.ops.aten.silu.out(x, out=into)
     else:
-        torch.ops.aten.gelu.out(x, approximate="tanh" if activation == "gelu_tanh" else "none", out=into)
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        torch.ops.aten.gelu.out(x, approximate=approximate, out=into)
 
 
-def gate_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor, activation: Activation) -> None:
-    """Backward of a = activation(gate) * up, in place: dgate into gate, dup into up, and a into da."""
+def gate_mul_backward(
+    gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor, activation: Activation
+) -> None:
+    """Backward of a = activation(gate) * up, in place: gate, up and da become dgate, dup and a."""
     if runs_kernels(gate_tF):
         _launch_gate(_gate_backward_kernel, gate_tF, up_tF, da_tF, activation)
         return
@@ -160,44 +184,56 @@ def gate_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor, activation:
             into.copy_(result)
 
 
-def _launch_gate(kernel: Any, gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor, activation: Activation) -> None:
-    tensors, (t, width) = (gate_tF, up_tF, into_tF), gate_tF.shape
+def _launch_gate(
+    kernel: Any, gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor, activation: Activation
+) -> None:
+    tensors = (gate_tF, up_tF, into_tF)
+    (t, width) = gate_tF.shape
     assert all(x.stride(1) == 1 for x in tensors)
-    scalars = width, *(x.stride(0) for x in tensors)
-    launch(kernel, (t, -(-width // _BLOCK)), *tensors, *scalars, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=8)
+    row_strides = [x.stride(0) for x in tensors]
+    options = {"ACTIVATION": activation, "BLOCK": _BLOCK, "num_warps": 8}
+    launch(kernel, (t, -(-width // _BLOCK)), *tensors, width, *row_strides, **options)
 
 
 # ---- RoPE
 
 
 class RopeForm(NamedTuple):
-    """How RoPE pairs dims, and what of cos and sin it reads. `cos` has as many dims as are rotated, or half."""
+    """How RoPE pairs dims, and what it reads of cos and sin, which have R or R / 2 dims."""
 
     reads_neighbors: bool  # dims 2 i and 2 i + 1 are a pair of the input; else i and i + R / 2
     writes_neighbors: bool  # the same of the output
-    cos: Literal["halves", "neighbors", "first half", "half"]  # where those of a pair are; "half": there are R / 2
+    # where those of a pair are; "half": R / 2 dims
+    cos: Literal["halves", "neighbors", "first half", "half"]
 
 
-def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, backward: bool = False) -> Tensor:
-    """Rotate the first dims of x: (a, b) -> (a cos1 - b sin1, b cos2 + a sin2). `backward`: apply the transpose. Return
-    it in the dtype of x, in the memory order [1, t, h, K]."""
+def rotate(
+    x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, backward: bool = False
+) -> Tensor:
+    """Rotate the first dims of x: (a, b) -> (a cos1 - b sin1, b cos2 + a sin2). `backward`: apply
+    the transpose. Return it in the dtype of x, in the memory order [1, t, h, K]."""
     _, h, t, K = x_1htK.shape
     into = torch.empty(1, t, h, K, dtype=x_1htK.dtype, device=x_1htK.device).transpose(1, 2)
     half = cos_1tR.shape[-1] if form.cos == "half" else cos_1tR.shape[-1] // 2
     stride, second = {"halves": (1, half), "neighbors": (2, 1)}.get(form.cos, (1, 0))
-    reads, writes = form.reads_neighbors, form.writes_neighbors
+    reads = form.reads_neighbors
+    writes = form.writes_neighbors
     if backward:
         reads, writes = writes, reads
     if runs_kernels(x_1htK):
-        cos_1tR, sin_1tR = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos_1tR, sin_1tR))
-        strides = *into.stride()[1:3], *x_1htK.stride()[1:], cos_1tR.stride(-2), sin_1tR.stride(-2)
+        cos_1tR, sin_1tR = (
+            table if table.stride(-1) == 1 else table.contiguous() for table in (cos_1tR, sin_1tR)
+        )
+        tables = (cos_1tR, sin_1tR)
+        strides = (*into.stride()[1:3], *x_1htK.stride()[1:], *(x.stride(-2) for x in tables))
         scalars = {"h": h, "t": t, "K": K, "half": half, "second": second}
-        flags = {"COS_STRIDE": stride, "READS": reads, "WRITES": writes, "BACKWARD": backward, "HEADS": _HEADS}
+        flags = {"COS_STRIDE": stride, "READS": reads, "WRITES": writes, "BACKWARD": backward}
         cols = power_of_two(half)
         rows = max(1, 1024 // cols)
-        flags |= {"ROWS": rows, "COLS": cols, "REST": 1 << max(K - 2 * half - 1, 0).bit_length(), "num_warps": 4}
+        rest = 1 << max(K - 2 * half - 1, 0).bit_length()
+        flags |= {"HEADS": _HEADS, "ROWS": rows, "COLS": cols, "REST": rest, "num_warps": 4}
         grid = (-(-t // rows), -(-h // _HEADS))
-        launch(_rope_kernel, grid, into, x_1htK, cos_1tR, sin_1tR, *strides, **scalars, **flags)
+        launch(_rope_kernel, grid, into, x_1htK, *tables, *strides, **scalars, **flags)
         return into
     wide = torch.promote_types(x_1htK.dtype, torch.float32)
     cos, sin = (table.to(wide)[:, None] for table in (cos_1tR, sin_1tR))
@@ -206,8 +242,12 @@ def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, bac
     a, b = (x_1htK[..., part].to(wide) for part in _pair_dims(half, reads))
     into[..., 2 * half :] = x_1htK[..., 2 * half :]
     first, other = _pair_dims(half, writes)
-    into[..., first] = (a * c1).addcmul_(b, s2 if backward else s1, value=1 if backward else -1).to(into.dtype)
-    into[..., other] = (b * c2).addcmul_(a, s1 if backward else s2, value=-1 if backward else 1).to(into.dtype)
+    sign = 1
+    if backward:
+        s1, s2 = s2, s1
+        sign = -1
+    into[..., first] = (a * c1).addcmul_(b, s1, value=-sign).to(into.dtype)
+    into[..., other] = (b * c2).addcmul_(a, s2, value=sign).to(into.dtype)
     return into
 
 
@@ -240,9 +280,22 @@ if triton is not None:
 
     @triton.jit
     def _norm_kernel(
-        into, a, b, c, d, weight, eps, offset, t, D, row_stride,
-        COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr,
-    ):  # fmt: skip
+        into,
+        a,
+        b,
+        c,
+        d,
+        weight,
+        eps,
+        offset,
+        t,
+        D,
+        row_stride,
+        COUNT: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+        CENTERED: tl.constexpr,
+    ):
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
         inside = (rows < t)[:, None] & (cols < D)[None, :]
@@ -256,17 +309,33 @@ if triton is not None:
 
     @triton.jit
     def _norm_backward_kernel(
-        dx, x, dy, weight, dweight, eps, offset, t, D, x_stride, dy_stride,
-        ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr,
-    ):  # fmt: skip
+        dx,
+        x,
+        dy,
+        weight,
+        dweight,
+        eps,
+        offset,
+        t,
+        D,
+        x_stride,
+        dy_stride,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+        CENTERED: tl.constexpr,
+    ):
         cols = tl.arange(0, COLS)
         w = tl.load(weight + cols, cols < D, other=0.0).to(tl.float32) + offset
         dw = tl.zeros((COLS,), tl.float32)
         for first in range(tl.program_id(0) * ROWS, t, tl.num_programs(0) * ROWS):
             rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
             inside = (rows < t)[:, None] & (cols < D)[None, :]
-            v = tl.load(x + rows[:, None] * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
-            d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+            v = tl.load(x + rows[:, None] * x_stride + cols[None, :], inside, other=0.0).to(
+                tl.float32
+            )
+            d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], inside, other=0.0).to(
+                tl.float32
+            )
             if CENTERED:
                 v = tl.where(inside, v - (tl.sum(v, 1) / D)[:, None], 0.0)
             factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
@@ -295,7 +364,15 @@ if triton is not None:
 
     @triton.jit
     def _gate_kernel(
-        gate, up, into, width, gate_stride, up_stride, into_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+        gate,
+        up,
+        into,
+        width,
+        gate_stride,
+        up_stride,
+        into_stride,
+        ACTIVATION: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -307,7 +384,15 @@ if triton is not None:
 
     @triton.jit
     def _gate_backward_kernel(
-        gate, up, da, width, gate_stride, up_stride, da_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+        gate,
+        up,
+        da,
+        width,
+        gate_stride,
+        up_stride,
+        da_stride,
+        ACTIVATION: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -325,10 +410,31 @@ if triton is not None:
 
     @triton.jit
     def _rope_kernel(
-        into, x, cos, sin, ih, it, xh, xt, xk, ct, st, h, t, K, half, second,
-        COS_STRIDE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BACKWARD: tl.constexpr,
-        HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr,
-    ):  # fmt: skip
+        into,
+        x,
+        cos,
+        sin,
+        ih,
+        it,
+        xh,
+        xt,
+        xk,
+        ct,
+        st,
+        h,
+        t,
+        K,
+        half,
+        second,
+        COS_STRIDE: tl.constexpr,
+        READS: tl.constexpr,
+        WRITES: tl.constexpr,
+        BACKWARD: tl.constexpr,
+        HEADS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+        REST: tl.constexpr,
+    ):
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
         rest = 2 * half + tl.arange(0, REST)
@@ -339,12 +445,16 @@ if triton is not None:
         s1 = tl.load(sin, inside, other=0.0).to(tl.float32)
         c2 = tl.load(cos + second, inside, other=0.0).to(tl.float32)
         s2 = tl.load(sin + second, inside, other=0.0).to(tl.float32)
-        a_cols, b_cols = cols, cols + half
+        a_cols = cols
+        b_cols = cols + half
         if READS:
-            a_cols, b_cols = 2 * cols, 2 * cols + 1
-        first_cols, other_cols = cols, cols + half
+            a_cols = 2 * cols
+            b_cols = 2 * cols + 1
+        first_cols = cols
+        other_cols = cols + half
         if WRITES:
-            first_cols, other_cols = 2 * cols, 2 * cols + 1
+            first_cols = 2 * cols
+            other_cols = 2 * cols + 1
         x += rows[:, None] * xt
         into += rows[:, None] * it
         start = tl.program_id(1) * HEADS
@@ -352,11 +462,17 @@ if triton is not None:
             a = tl.load(x + head * xh + a_cols[None, :] * xk, inside, other=0.0).to(tl.float32)
             b = tl.load(x + head * xh + b_cols[None, :] * xk, inside, other=0.0).to(tl.float32)
             if BACKWARD:
-                first, other = a * c1 + b * s2, b * c2 - a * s1
+                first = a * c1 + b * s2
+                other = b * c2 - a * s1
             else:
-                first, other = a * c1 - b * s1, b * c2 + a * s2
-            tl.store(into + head * ih + first_cols[None, :], first.to(into.dtype.element_ty), inside)
-            tl.store(into + head * ih + other_cols[None, :], other.to(into.dtype.element_ty), inside)
+                first = a * c1 - b * s1
+                other = b * c2 + a * s2
+            tl.store(
+                into + head * ih + first_cols[None, :], first.to(into.dtype.element_ty), inside
+            )
+            tl.store(
+                into + head * ih + other_cols[None, :], other.to(into.dtype.element_ty), inside
+            )
             copied = (rows < t)[:, None] & (rest < K)[None, :]
             kept = tl.load(x + head * xh + rest[None, :] * xk, copied, other=0.0)
             tl.store(into + head * ih + rest[None, :], kept, copied)

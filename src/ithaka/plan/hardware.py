@@ -1,10 +1,10 @@
 """GPUs and machines: capacities and rates, each with its source.
 
-Rates are achieved, not published: the H200's were measured, the others are their published peak times the share of its
-peak that the H200 reaches. `--gpu-file` replaces them.
+Rates are achieved, not published: the H200's were measured, the others are their published peak
+times the share of its peak that the H200 reaches. `--gpu-file` replaces them.
 
-Published figures were checked against public pages that quote the documents named here, or are marked "not verified".
-Capacities are the smallest that PyTorch reports in out-of-memory messages of public issues.
+Published figures were checked against public pages that quote the documents named here, unless "not
+verified". Capacities are the smallest in PyTorch's out-of-memory messages of public issues.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
 LINK_SHARE = 0.8  # fraction of NVLink's published rate that large collectives reach
 
 H200_MATMUL = 790e12
-# Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
-# The reference computes in fp64 (here at head dim 512, 64K); it is slower still on GPUs with few fp64 units.
-# efficient and eager are estimates for head dim 512 that nobody has measured yet.
+# Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same
+# ratios. The reference computes in fp64 (at head dim 512, 64K), slower still with few fp64 units.
+# efficient and eager are estimates for head dim 512, not measured.
 H200_ATTENTION = {
     "fa4": (664e12, 628e12),
     "cudnn": (594e12, 534e12),
@@ -60,11 +60,12 @@ KERNEL_NAMES = {
     "reference": "the fp64 reference",
 }
 HEAD_DIMS = (256, 8)  # (maximum, required multiple) of FlashAttention and cuDNN
-EFFICIENT_HEAD_DIMS = (1024, 8)  # the memory-efficient kernel's limit, and what must divide a head dim
+EFFICIENT_HEAD_DIMS = (1024, 8)  # of the memory-efficient kernel
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
-PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
+PCIE_4 = 31.5e9  # payload of 16 lanes, each way
+PCIE_5 = 63e9
 PCIE_SHARE = H200_PCIE / PCIE_5
 SCALED = "published peak x the share of its peak that an H200 reaches"
 
@@ -89,7 +90,10 @@ PEAK_TFLOPS = {
 
 def peak_flops(name: str) -> float | None:
     """The published peak of a GPU, by CUDA's name or the name in `GPUS`; None if unknown."""
-    return next((tflops * 1e12 for model, tflops in PEAK_TFLOPS.items() if _is_model(name, model)), None)
+    for model, tflops in PEAK_TFLOPS.items():
+        if _is_model(name, model):
+            return tflops * 1e12
+    return None
 
 
 def _plain(name: str) -> str:
@@ -97,7 +101,7 @@ def _plain(name: str) -> str:
 
 
 def _is_model(name: str, model: str) -> bool:
-    """Whether `name` contains `model` as separate words: a GH200 is not an H200. A MIG slice never matches."""
+    """Whether `name` contains `model` as words: a GH200 is no H200. A MIG slice never matches."""
     words = "[ _-]?".join(re.findall(r"[A-Z]+|[0-9]+", model.upper()))
     match = re.search(rf"(?<![A-Z0-9]){words}(?![A-Z0-9])", name.upper())
     return match is not None and re.search(r"\bMIG\b", name.upper()) is None
@@ -122,12 +126,13 @@ class Gpu:
 
     @property
     def has_float8(self) -> bool:
-        """False for known GPUs that cannot convert to float8. Each rank also checks its compute capability."""
+        """False for known GPUs without float8. Each rank also checks its compute capability."""
         return not any(_is_model(self.name, model) for model in ("A100", "A800", "RTX 3090"))
 
 
-TEXTS = ("name", "source", "kernel", "based_on")  # text fields of a GPU file; the others are numbers
-FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in (*TEXTS, "kernels", "desktop"))
+TEXTS = ("name", "source", "kernel", "based_on")  # fields of a GPU file; the others are numbers
+_GPU_FIELDS = [entry.name for entry in dataclasses.fields(Gpu)]
+FIGURES = tuple(name for name in _GPU_FIELDS if name not in (*TEXTS, "kernels", "desktop"))
 RATES = FIGURES[1:]  # all but memory_bytes
 
 
@@ -147,22 +152,23 @@ class Hardware:
         return self.gpus_per_node * self.num_nodes
 
     def with_kernel(self, kernel: str) -> Hardware:
-        """A copy with another kernel's attention rates; unchanged if either kernel's rates are unknown."""
+        """A copy with another kernel's attention rates; unchanged if either kernel's rates are
+        unknown."""
         gpu = self.gpu
         if not {kernel, gpu.kernel} <= H200_ATTENTION.keys():
             return self
-        forward, backward = (a / b for a, b in zip(H200_ATTENTION[kernel], H200_ATTENTION[gpu.kernel], strict=True))
+        forward, backward = H200_ATTENTION[kernel]
+        own_forward, own_backward = H200_ATTENTION[gpu.kernel]
         changed = dataclasses.replace(
             gpu,
             kernel=kernel,
-            attention_forward_flops=gpu.attention_forward_flops * forward,
-            attention_backward_flops=gpu.attention_backward_flops * backward,
+            attention_forward_flops=gpu.attention_forward_flops * (forward / own_forward),
+            attention_backward_flops=gpu.attention_backward_flops * (backward / own_backward),
         )
         return dataclasses.replace(self, gpu=changed)
 
     def for_attention(self, head_dim: int, softcap: float | None = None) -> Hardware:
-        """A copy with another kernel's rates if this GPU's kernel does not compute such attention (`kernel_for` in
-        attention/choose.py)."""
+        """A copy with the rates of the kernel that computes such attention (`kernel_for`)."""
         if _takes(HEAD_DIMS, head_dim) and (softcap is None or self.gpu.kernel == "fa4"):
             return self
         is_efficient = softcap is None and _takes(EFFICIENT_HEAD_DIMS, head_dim)
@@ -170,8 +176,10 @@ class Hardware:
 
     def with_gpus(self, gpus_per_node: int) -> Hardware:
         """A copy with `gpus_per_node`, and host memory to match if it is assumed."""
-        assumed = default_host_bytes(self.gpu, gpus_per_node) if self.assumed_host else self.host_bytes
-        return dataclasses.replace(self, gpus_per_node=gpus_per_node, host_bytes=assumed)
+        host_bytes = self.host_bytes
+        if self.assumed_host:
+            host_bytes = default_host_bytes(self.gpu, gpus_per_node)
+        return dataclasses.replace(self, gpus_per_node=gpus_per_node, host_bytes=host_bytes)
 
     @property
     def name(self) -> str:
@@ -190,11 +198,17 @@ def join_kernels(names: Iterable[str]) -> str:
 
 
 def _gpu(
-    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED,
+    name: str,
+    gibibytes: float,
+    memory_tb_s: float,
+    pcie: float,
+    nvlink_gb_s: float | None,
+    source: str = SCALED,
     fa4: tuple[float, float] | None = None,
-) -> Gpu:  # fmt: skip
-    """`nvlink_gb_s`: each way; None: PCIe. `fa4`: rates of FlashAttention 4; None: it does not run on this GPU."""
-    peak, best = peak_flops(name) or 0.0, peak_flops("H200") or 1.0
+) -> Gpu:
+    """`nvlink_gb_s`: each way; None: PCIe. `fa4`: its rates; None: it does not run on this GPU."""
+    peak = peak_flops(name) or 0.0
+    best = peak_flops("H200") or 1.0
     forward, backward = fa4 or (rate * peak / best for rate in H200_ATTENTION["cudnn"])
     kernels = ("fa4", "cudnn", "flash") if fa4 else ("cudnn", "flash")
     return Gpu(
@@ -220,23 +234,36 @@ def _is_desktop(name: str) -> bool:
 
 H200_FA4 = H200_ATTENTION["fa4"]
 B200_FA4 = (B200_FA4_FORWARD, B200_FA4_FORWARD * H200_FA4[1] / H200_FA4[0])
+H100_SOURCE = "measured on an H200: the same chip with other memory"
+H200_SOURCE = "measured on an H200 (LOG.md)"
+B200_SOURCE = f"{SCALED}; attention: published for FlashAttention 4"
 # GiB reported by PyTorch, memory TB/s, PCIe, NVLink GB/s; sources as above.
 _TABLE = [
-    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, "measured on an H200: the same chip with other memory", H200_FA4),
-    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, "measured on an H200 (LOG.md)", H200_FA4),
+    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, H100_SOURCE, H200_FA4),
+    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, H200_SOURCE, H200_FA4),
     _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300),
     _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300),
-    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: published for FlashAttention 4", B200_FA4),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, B200_SOURCE, B200_FA4),
     _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
     _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
     _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),
-    Gpu("CPU", 16 * GIB, 1e11, 5e10, 5e10, 2e10, 1e10, 5e9, source="assumed: a laptop's order of magnitude"),
+    Gpu(
+        "CPU",
+        memory_bytes=16 * GIB,
+        matmul_flops=1e11,
+        attention_forward_flops=5e10,
+        attention_backward_flops=5e10,
+        memory_bytes_s=2e10,
+        pcie_bytes_s=1e10,
+        link_bytes_s=5e9,
+        source="assumed: a laptop's order of magnitude",
+    ),
 ]
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def find_gpu(name: str, option: str = "--gpus ") -> Gpu:
-    """The GPU with this name, or whose name starts with it if there is only one: H200, RTX4090. `option`: in errors."""
+    """The GPU with this name, or the only one whose name starts with it. `option`: in errors."""
     prefix = _plain(name)
     matches = [key for key in GPUS if key.upper() == prefix or key.upper().startswith(prefix + "-")]
     if len(matches) > 1:
@@ -244,7 +271,8 @@ def find_gpu(name: str, option: str = "--gpus ") -> Gpu:
     if not matches:
         models = {key: key.partition("-")[0] for key in GPUS}
         similar = [key for key, model in models.items() if model in prefix.replace("-", "")]
-        similar = similar or [key for key, model in models.items() if prefix.partition("-")[0] in model]
+        first = prefix.partition("-")[0]
+        similar = similar or [key for key, model in models.items() if first in model]
         based_on = "RTX4090" if re.search(r"\d{4}", prefix) else "A100-40GB"
         file = f'a --gpu-file such as {{"based_on": "{based_on}", "memory_bytes": 24e9}}'
         fix = f"use {' or '.join(GPUS)}, or describe it in {file}"
@@ -255,9 +283,11 @@ def find_gpu(name: str, option: str = "--gpus ") -> Gpu:
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The entry of `GPUS` for CUDA's device name ("NVIDIA H100 80GB HBM3"); None if there is none."""
+    """The entry of `GPUS` for CUDA's device name ("NVIDIA H100 80GB HBM3"); None if there is
+    none."""
     text = _plain(name)
-    matches = [gpu for key, gpu in GPUS.items() if key != "CPU" and _is_model(name, key.split("-")[0])]
+    gpus = [gpu for gpu in GPUS.values() if gpu.name != "CPU"]
+    matches = [gpu for gpu in gpus if _is_model(name, gpu.name.split("-")[0])]
     if len(matches) > 1:
         matches = [gpu for gpu in matches if gpu.name.upper().split("-")[-1] in text]
     if len(matches) != 1 or "LAPTOP" in text:
@@ -275,22 +305,28 @@ def _to_pcie_card(gpu: Gpu, name: str) -> Gpu:
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
-    """Parse '8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs) or 'H200'; with `gpu`, '8' or '2x8'. A multiple of 8 above 8
-    without a number of nodes becomes nodes of 8."""
+    """Parse '8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs) or 'H200'; with `gpu`, '8' or '2x8'. A
+    multiple of 8 above 8 without a number of nodes becomes nodes of 8."""
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
-        raise ConfigError(f"--gpus {text} names a GPU, but --gpu-file describes one; use for example --gpus 8")
-    match = re.fullmatch(r"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?([A-Za-z].*|\d0[5-9]0(?!\d).*)", named)  # H100, 4090
+        rule = "names a GPU, but --gpu-file describes one"
+        raise ConfigError(f"--gpus {text} {rule}; use for example --gpus 8")
+    name = r"[A-Za-z].*|\d0[5-9]0(?!\d).*"  # H100, 4090
+    match = re.fullmatch(rf"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?({name})", named)
     if not match:
-        raise ConfigError(f"--gpus {text} is not [nodes x] GPUs x name; use for example 8xH100-80GB or 2x8xH100-80GB")
-    num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
+        fix = "use for example 8xH100-80GB or 2x8xH100-80GB"
+        raise ConfigError(f"--gpus {text} is not [nodes x] GPUs x name; {fix}")
+    num_nodes = int(match[1] or 1)
+    per_node = int(match[2] or 1)
     if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
             fix = f"give the number of nodes, for example 1x{text}"
             raise ConfigError(f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; {fix}")
-        num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
+        num_nodes = per_node // GPUS_PER_NODE
+        per_node = GPUS_PER_NODE
     chosen = gpu or find_gpu(match[3])
-    return Hardware(chosen, per_node, num_nodes, host_bytes=default_host_bytes(chosen, per_node), assumed_host=True)
+    host_bytes = default_host_bytes(chosen, per_node)
+    return Hardware(chosen, per_node, num_nodes, host_bytes, assumed_host=True)
 
 
 def default_host_bytes(gpu: Gpu, gpus_per_node: int) -> int:
@@ -302,19 +338,26 @@ def parse_bytes(text: str, name: str) -> int:
     """Parse '2TB' (10^12), '1.5TiB' (2^40) or '80GB'. `name`: the option, for errors."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", text.strip(), re.IGNORECASE)
     if not match:
-        raise ConfigError(f"{name} {text} is not a number of bytes with a unit; use for example 2TB or 512GiB")
+        fix = "use for example 2TB or 512GiB"
+        raise ConfigError(f"{name} {text} is not a number of bytes with a unit; {fix}")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def read_gpu(file: Path) -> Gpu:
-    """A GPU from a JSON file with the fields of `Gpu`. `based_on`: a known GPU for the fields left out."""
+    """A GPU from a JSON file with fields of `Gpu`. `based_on`: a known GPU for the others."""
     values = read_json(file, "--gpu-file ", "use a file that `ithaka bench device` writes")
     for key, value in values.items():
-        if key not in (*FIGURES, *TEXTS):
-            raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join((*FIGURES, *TEXTS))}")
-        if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
-            kind = "text" if key in TEXTS else "a positive number"
+        if key in TEXTS:
+            kind = "text"
+            is_valid = isinstance(value, str)
+        elif key in FIGURES:
+            kind = "a positive number"
+            is_valid = type(value) in (int, float) and 0 < value < math.inf
+        else:
+            names = ", ".join((*FIGURES, *TEXTS))
+            raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {names}")
+        if not is_valid:
             raise ConfigError(f"--gpu-file {file}: {key}={value} is not {kind}; correct it")
     base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "disk_bytes_s": DISK_BYTES_S}
     base["desktop"] = _is_desktop(values.get("name", ""))
@@ -323,7 +366,8 @@ def read_gpu(file: Path) -> Gpu:
         if "attention_forward_flops" in values:
             base["kernel"] = ""  # the file's own rates
     if missing := [name for name in FIGURES if name not in base | values]:
-        raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
+        fix = "add them, or based_on with a known GPU"
+        raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; {fix}")
     gpu = Gpu(**{**base, "name": file.stem, "source": str(file), **values})
     return dataclasses.replace(gpu, memory_bytes=int(gpu.memory_bytes))
 
@@ -332,27 +376,34 @@ def find_hardware(
     gpus: str, gpu_file: Path | None = None, host_memory: str | None = None, disk: str | None = None
 ) -> Hardware:
     """The machine that a command's options describe. Host memory and disk are per node."""
-    capacities: dict[str, Any] = {"disk_bytes": parse_bytes(disk, "--disk")} if disk is not None else {}
+    capacities: dict[str, Any] = {}
+    if disk is not None:
+        capacities["disk_bytes"] = parse_bytes(disk, "--disk")
     if host_memory is not None:
-        capacities |= {"host_bytes": parse_bytes(host_memory, "--host-memory"), "assumed_host": False}
+        capacities["host_bytes"] = parse_bytes(host_memory, "--host-memory")
+        capacities["assumed_host"] = False
     hardware = parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None)
-    return dataclasses.replace(hardware, gpu=hardware.gpu if gpu_file else with_profile(hardware.gpu), **capacities)
+    gpu = hardware.gpu if gpu_file else with_profile(hardware.gpu)
+    return dataclasses.replace(hardware, gpu=gpu, **capacities)
 
 
 # ---- this machine: measured rates; memory within the limits of its cgroups, cores and disk
 
 
 def profile_path(name: str) -> Path:
-    """Where `ithaka selftest --save-profile` keeps the rates of this machine's GPUs: a file for --gpu-file."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ithaka" / f"{name}.json"
+    """Where `ithaka selftest --save-profile` keeps the rates of this machine's GPUs."""
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return folder / "ithaka" / f"{name}.json"
 
 
 def with_profile(gpu: Gpu) -> Gpu:
     """The GPU with the rates measured on this machine, if they were saved."""
-    if not (file := profile_path(gpu.name)).is_file():
+    file = profile_path(gpu.name)
+    if not file.is_file():
         return gpu
     saved = read_gpu(file)
-    return dataclasses.replace(gpu, **{name: getattr(saved, name) for name in (*RATES, "kernel", "source")})
+    rates = {name: getattr(saved, name) for name in (*RATES, "kernel", "source")}
+    return dataclasses.replace(gpu, **rates)
 
 
 def available_memory() -> int:
@@ -366,10 +417,12 @@ def free_disk(folder: Path | None) -> int:
 
 
 def ask_driver(index: int) -> tuple[str, int]:
-    """Name and bytes of this process's CUDA device `index`, by CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices) and
-    CUDA_DEVICE_ORDER. Creates no context, but forks of this process cannot use CUDA afterward."""
+    """Name and bytes of this process's CUDA device `index`, as CUDA_VISIBLE_DEVICES and
+    CUDA_DEVICE_ORDER count. Creates no context, but forks cannot use CUDA afterward."""
     driver = ctypes.CDLL("libcuda.so.1")
-    device, name, num_bytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    device = ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    num_bytes = ctypes.c_size_t()
     errors = (
         driver.cuInit(0),
         driver.cuDeviceGet(ctypes.byref(device), index),
@@ -386,12 +439,17 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cgroup_rooms(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def cgroup_rooms(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> list[int]:
     """Bytes that each cgroup (v2) of this process still allows. File cache counts as free."""
     # In a container its own cgroup is the root, whatever the path.
-    inside, rooms = root / "".join(line[4:] for line in _read_lines(own) if line.startswith("0::/")), []
-    for group in (root, *(folder for folder in (inside, *inside.parents) if root in folder.parents)):
-        allowed, used = _read_lines(group / "memory.max"), _read_lines(group / "memory.current")
+    inside = root / "".join(line[4:] for line in _read_lines(own) if line.startswith("0::/"))
+    below = [folder for folder in (inside, *inside.parents) if root in folder.parents]
+    rooms = []
+    for group in (root, *below):
+        allowed = _read_lines(group / "memory.max")
+        used = _read_lines(group / "memory.current")
         if used and allowed and allowed[0].isdigit():
             stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
             rooms.append(max(0, int(allowed[0]) - int(used[0]) + int(stat.get("inactive_file", 0))))

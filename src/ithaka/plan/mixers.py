@@ -10,31 +10,39 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint, attention_backward_points, attention_points
+from ithaka.plan.layer_bytes import (
+    LayerBytes,
+    MemoryPoint,
+    attention_backward_points,
+    attention_points,
+)
 from ithaka.plan.seconds import LayerSeconds
-from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, StepShape
+from ithaka.plan.shape import AttentionKind, MixerCost, ModelShape, StepShape
 
-# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
-# segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
-# chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
-CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
+# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment.
+# Then a segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states
+# (K by K + V per chunk) and chunk matrices, counted by hand in the kernels, and on a CPU.
+CHUNK_TOKENS = 64
+SEGMENT_ROWS = 2**18
 SSD_SEGMENT = 2  # rows of a segment of Mamba2 (ops/ssd.py), in SEGMENT_ROWS
 SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
 PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
 PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))
-# Its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the extra passes for a rank's
-# affine maps, needed where another rank continues the document. Within 8 % of the 0.0087 and 0.0252 s per layer, and
-# 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the gated
-# delta rule").
-RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
-# The same for Mamba2 (ops/ssd_kernels.py), as passes over the states of all chunks: the sum within 4 % of what a layer
-# of Nemotron-3-Nano, Granite-4-H and Falcon-H1 takes at 64K tokens on one H200 (LOG.md, "Mamba2's kernels at 2.3 to 3.1
-# times"); maps of the first two within 16 %, of the third twice as much as measured.
-SSD_PASSES, SSD_MAP_PASSES = (4, 9), (3, 3)
+# Its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then those for a
+# rank's affine maps, where another rank continues the document. Within 8 % of 0.0087 and 0.0252 s
+# per layer, and 0.0096 and 0.0139 s for the maps, at 64K tokens, 32 heads of 128, on one H200
+# (LOG.md, "kernels of the gated delta rule").
+RULE_PASSES = (18, 58)
+RULE_MAP_PASSES = (22, 31)
+# The same for Mamba2 (ops/ssd_kernels.py), over the states of all chunks: the sum within 4 % of a
+# layer of Nemotron-3-Nano, Granite-4-H and Falcon-H1 at 64K tokens on one H200 (LOG.md, "Mamba2's
+# kernels at 2.3 to 3.1 times"); maps within 16 % for the first two, twice as much for the third.
+SSD_PASSES = (4, 9)
+SSD_MAP_PASSES = (3, 3)
 
 
 @dataclass(frozen=True)
-class Attention(Mixer):
+class AttentionCost(MixerCost):
     """Softmax attention, with all tokens or in a window or chunk."""
 
     kind: AttentionKind
@@ -58,8 +66,8 @@ class Attention(Mixer):
 
 
 @dataclass(frozen=True)
-class DeltaRule(Mixer):
-    """The gated delta rule. Each rank has all heads of its tokens, and gets its first state from the rank before."""
+class DeltaRuleCost(MixerCost):
+    """The gated delta rule. A rank has all heads, and gets its first state from the rank before."""
 
     heads: int
     key_heads: int
@@ -87,7 +95,8 @@ class DeltaRule(Mixer):
     def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
         one_pass = layer.move(layer.s * self.heads * self.pass_width * layer.layout.sum_bytes)
         maps = self.map_passes if layer.layout.cp > 1 else (0, 0)
-        forward, backward = (passes + extra for passes, extra in zip(self.passes, maps, strict=True))
+        forward = self.passes[0] + maps[0]
+        backward = self.passes[1] + maps[1]
         return forward * one_pass, backward * one_pass
 
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
@@ -95,21 +104,26 @@ class DeltaRule(Mixer):
         size = self.heads * self.key_dim * self.map_width * layer.layout.sum_bytes
         is_in_node = layer.layout.cp <= layer.hardware.gpus_per_node
         rate = layer.gpu.link_bytes_s if is_in_node else layer.gpu.network_bytes_s
-        return ((layer.layout.cp - 1) * size / rate,) * 2
+        seconds = (layer.layout.cp - 1) * size / rate
+        return seconds, seconds
 
     def segment_values(self, backward: bool, element_bytes: int) -> float:
-        """Values in the sum dtype that a segment needs for each row, in addition to its inputs and outputs."""
-        vectors, states, matrices = (SEGMENT_BUFFERS if element_bytes == 2 else PLAIN_SEGMENT_BUFFERS)[backward]
+        """Values in the sum dtype per row of a segment, in addition to its inputs and outputs."""
+        buffers = SEGMENT_BUFFERS if element_bytes == 2 else PLAIN_SEGMENT_BUFFERS
+        vectors, states, matrices = buffers[backward]
         width = self.key_dim + self.value_dim
-        return vectors * width + states * self.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
+        state = states * self.key_dim * width / CHUNK_TOKENS
+        return vectors * width + state + matrices * CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
-class Ssd(DeltaRule):
+class SsdCost(DeltaRuleCost):
     """Mamba2."""
 
     name = "Mamba2"
-    passes, map_passes, segment_rows = SSD_PASSES, SSD_MAP_PASSES, SSD_SEGMENT * SEGMENT_ROWS
+    passes = SSD_PASSES
+    map_passes = SSD_MAP_PASSES
+    segment_rows = SSD_SEGMENT * SEGMENT_ROWS
 
     @property
     def map_width(self) -> int:
@@ -122,15 +136,18 @@ class Ssd(DeltaRule):
     def segment_values(self, backward: bool, element_bytes: int) -> float:
         state = self.key_dim * self.value_dim
         if element_bytes == 2:
-            # Decays; states of chunks in 16 bits; in backward their gradients and products, dq and dk.
-            return 5 + backward + (1 + backward) * state / CHUNK_TOKENS / 2 + backward * self.key_dim / 2
+            decays = 5 + backward
+            # In 16 bits; in backward with their gradients and products.
+            chunk_states = (1 + backward) * state / CHUNK_TOKENS / 2
+            return decays + chunk_states + backward * self.key_dim / 2  # dq and dk
         vectors, states, matrices = PLAIN_SSD_BUFFERS[backward]
-        return vectors * (self.key_dim + self.value_dim) + states * state / CHUNK_TOKENS + matrices * CHUNK_TOKENS
+        width = vectors * (self.key_dim + self.value_dim)
+        return width + states * state / CHUNK_TOKENS + matrices * CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
-class Convolution(Mixer):
-    """A short convolution, which a layer computes with its projections. Without channels, the layer has no mixer."""
+class ConvolutionCost(MixerCost):
+    """A short convolution, computed with the projections. Without channels: no mixer."""
 
     channels: int = 0
 
@@ -140,18 +157,18 @@ class Convolution(Mixer):
 
     @property
     def why_no_ring(self) -> str | None:  # type: ignore[override]
-        return DeltaRule.why_no_ring if self.channels else None
+        return DeltaRuleCost.why_no_ring if self.channels else None
 
     def sizes(self, *arguments: Any) -> ConvolutionBytes:
         return ConvolutionBytes(self, *arguments)
 
 
 @dataclass(frozen=True)
-class SideBySide(Mixer):
+class SideBySideCost(MixerCost):
     """Softmax attention and a recurrence in one layer, one after the other."""
 
-    first: Attention
-    second: DeltaRule
+    first: AttentionCost
+    second: DeltaRuleCost
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -169,12 +186,14 @@ class SideBySide(Mixer):
         return SideBySideBytes(self.second, *arguments)
 
     def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
-        (a, b), (c, d) = (mixer.seconds(layer, work) for mixer in (self.first, self.second))
-        return a + c, b + d
+        forward, backward = self.first.seconds(layer, work)
+        more_forward, more_backward = self.second.seconds(layer, work)
+        return forward + more_forward, backward + more_backward
 
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
-        (a, b), (c, d) = (mixer.exchange_seconds(layer) for mixer in (self.first, self.second))
-        return a + c, b + d
+        forward, backward = self.first.exchange_seconds(layer)
+        more_forward, more_backward = self.second.exchange_seconds(layer)
+        return forward + more_forward, backward + more_backward
 
 
 class DeltaBytes(LayerBytes):
@@ -183,17 +202,27 @@ class DeltaBytes(LayerBytes):
     has_stages = False
 
     def __init__(
-        self, rule: DeltaRule, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None
+        self,
+        rule: DeltaRuleCost,
+        shape: ModelShape,
+        layout: Layout,
+        s: int,
+        policy: ActivationPolicy | None = None,
     ) -> None:
         super().__init__(shape, layout, s, policy)
-        element_bytes, sum_bytes = layout.element_bytes, layout.sum_bytes
-        rows, state = s * rule.heads, rule.heads * rule.key_dim * rule.value_dim * sum_bytes
+        element_bytes = layout.element_bytes
+        sum_bytes = layout.sum_bytes
+        rows = s * rule.heads
+        state = rule.heads * rule.key_dim * rule.value_dim * sum_bytes
         keys = 2 * s * rule.key_heads * rule.key_dim * element_bytes
         self.rule = rule
-        self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
+        # q, k, v, g and beta
+        self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)
         self.douts = rows * rule.value_dim * element_bytes
-        self.outputs, self.out_width = self.douts + -(-rows // rule.segment_rows) * state, rule.heads * rule.value_dim
-        self.stored_outputs = self.outputs - self.douts + layout.stored_output_bytes(s, self.out_width)
+        self.outputs = self.douts + -(-rows // rule.segment_rows) * state
+        self.out_width = rule.heads * rule.value_dim
+        stored_out = layout.stored_output_bytes(s, self.out_width)
+        self.stored_outputs = self.outputs - self.douts + stored_out
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -202,7 +231,8 @@ class DeltaBytes(LayerBytes):
 
     def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
         """q, k and v become their gradients, segment by segment."""
-        stream, projected = self.x + self.fetched_input, 0 if self.qkv else self.projected
+        stream = self.x + self.fetched_input
+        projected = 0 if self.qkv else self.projected
         is_resident = self.keeps_attention and not self.fetches_attention
         # Kept outputs were used by the resume pass; without them, states are recomputed.
         states = -self.douts if is_resident else self.outputs - self.douts
@@ -219,19 +249,31 @@ class DeltaBytes(LayerBytes):
         if not work.startswith("rule"):
             return super().tile_bytes(work)
         per_row = self.rule.segment_values(work == "rule backward", self.layout.element_bytes)
-        return int(per_row * min(self.rule.segment_rows, self.s * self.rule.heads) * self.layout.sum_bytes)
+        rows = min(self.rule.segment_rows, self.s * self.rule.heads)
+        return int(per_row * rows * self.layout.sum_bytes)
 
 
 class ConvolutionBytes(LayerBytes):
-    """Sizes of a layer with a short convolution, whose output is what its capture pass projects, or without a mixer."""
+    """Sizes of a layer whose capture pass computes the output of its mixer, if it has one."""
 
     has_stages = False
 
-    def __init__(self, convolution: Convolution, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
-        self.stored_outputs = self.layout.stored_output_bytes(self.s, convolution.channels)
-        self.graphs, self.qkv, self.out_width = self.graphs * bool(convolution.channels), 0, convolution.channels
+    def __init__(
+        self,
+        convolution: ConvolutionCost,
+        shape: ModelShape,
+        layout: Layout,
+        s: int,
+        policy: ActivationPolicy,
+    ) -> None:
+        super().__init__(shape, layout, s, policy)
+        self.outputs = s * convolution.channels * layout.element_bytes
+        self.projected = self.outputs
+        self.douts = self.outputs
+        self.stored_outputs = layout.stored_output_bytes(s, convolution.channels)
+        self.graphs = self.graphs * bool(convolution.channels)
+        self.qkv = 0
+        self.out_width = convolution.channels
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         if self.projected:
@@ -239,16 +281,24 @@ class ConvolutionBytes(LayerBytes):
 
     def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
         if self.projected:
+            stream = self.x + self.fetched_input
             live = outputs + self.douts
-            yield MemoryPoint("backward projections", self.x + self.fetched_input, live, "project backward")
+            yield MemoryPoint("backward projections", stream, live, "project backward")
 
 
 class SideBySideBytes(LayerBytes):
-    """Sizes of a layer with attention and a recurrence: while one of them runs, the other's outputs are live."""
+    """Sizes of a layer with attention and a recurrence: one runs while the other's outputs live."""
 
-    def __init__(self, rule: DeltaRule, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.second = DeltaBytes(rule, *arguments)
+    def __init__(
+        self,
+        rule: DeltaRuleCost,
+        shape: ModelShape,
+        layout: Layout,
+        s: int,
+        policy: ActivationPolicy,
+    ) -> None:
+        super().__init__(shape, layout, s, policy)
+        self.second = DeltaBytes(rule, shape, layout, s, policy)
         self.attention_kept = self.outputs + self.qkv  # live while the recurrence runs
         self.outputs += self.second.outputs
         self.stored_outputs += self.second.stored_outputs
@@ -271,33 +321,33 @@ class SideBySideBytes(LayerBytes):
         return super().tile_bytes(work.removesuffix(" again"))
 
 
-_TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Attention, AttentionKind, DeltaRule, Ssd, Convolution, SideBySide)
-}
+_TYPES = (AttentionCost, AttentionKind, DeltaRuleCost, SsdCost, ConvolutionCost, SideBySideCost)
+_TYPES_BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in _TYPES}
 
 
-def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
+def mixers_to_json(mixers: Sequence[MixerCost]) -> dict[str, Any]:
     """Each different mixer once, and the index of each layer's."""
     kinds = [*dict.fromkeys(mixers)]
-    return {"kinds": [_to_json(mixer) for mixer in kinds], "layers": [kinds.index(mixer) for mixer in mixers]}
-
-
-def mixers_from_json(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    kinds = [_from_json(kind) for kind in values["kinds"]]
-    return tuple(kinds[index] for index in values["layers"])
-
-
-def _to_json(value: Any) -> Any:
-    if not is_dataclass(value):
-        return value
     return {
-        "type": type(value).__name__,
-        **{field.name: _to_json(getattr(value, field.name)) for field in fields(value)},
+        "kinds": [_to_json(mixer) for mixer in kinds],
+        "layers": [kinds.index(mixer) for mixer in mixers],
     }
 
 
-def _from_json(value: Any) -> Any:
+def mixers_from_json(values: Mapping[str, Any]) -> tuple[MixerCost, ...]:
+    kinds: list[Any] = [_from_json(kind) for kind in values["kinds"]]
+    return tuple(kinds[index] for index in values["layers"])
+
+
+def _to_json(value: object) -> object:
+    if not is_dataclass(value):
+        return value
+    values = {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
+    return {"type": type(value).__name__, **values}
+
+
+def _from_json(value: object) -> object:
     if not isinstance(value, dict):
         return value
     arguments = {name: _from_json(part) for name, part in value.items() if name != "type"}
-    return _TYPES[value["type"]](**arguments)
+    return _TYPES_BY_NAME[value["type"]](**arguments)

@@ -23,12 +23,14 @@ SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for anothe
 
 @lru_cache
 def built_in_decoders() -> dict[str, Any]:
-    """Built-in models: hub id, config.json, and measured shape. Written by benchmarks/measure_decoders.py."""
+    """Hub id, config.json and measured shape, written by benchmarks/measure_decoders.py."""
     return json.loads(Path(__file__).with_name("decoders.json").read_text(encoding="utf-8"))
 
 
 _HUB_IDS: dict[str, str] = {name: model["hub"] for name, model in built_in_decoders().items()}
-MODELS: dict[str, dict[str, Any]] = {name: model["config"] for name, model in built_in_decoders().items()}
+MODELS: dict[str, dict[str, Any]] = {
+    name: model["config"] for name, model in built_in_decoders().items()
+}
 
 
 def find_config(model: str) -> dict[str, Any]:
@@ -45,15 +47,19 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def built_in(model: str) -> str | None:
-    """The built-in name of `model`: Llama-3.1-8B, meta-llama/Llama-3.1-8B-Instruct and llama3.1_8b are the same."""
-    spellings = [(s, name) for name, id in _HUB_IDS.items() for s in (name, id, id.partition("/")[2])]
-    return {_plain(spelling): name for spelling, name in spellings}.get(_plain(model))
+    """The built-in name of `model`: Llama-3.1-8B and meta-llama/Llama-3.1-8B-Instruct are equal."""
+    names = {}
+    for name, id in _HUB_IDS.items():
+        for spelling in (name, id, id.partition("/")[2]):
+            names[_plain(spelling)] = name
+    return names.get(_plain(model))
 
 
 def hub_id(model: str) -> str | None:
     """The hub id of a built-in name or of a hub id; None for other names."""
-    name = built_in(model)
-    return _HUB_IDS[name] if name else model if re.fullmatch(HUB_ID, model) else None
+    if name := built_in(model):
+        return _HUB_IDS[name]
+    return model if re.fullmatch(HUB_ID, model) else None
 
 
 def _plain(name: str) -> str:
@@ -63,22 +69,23 @@ def _plain(name: str) -> str:
 
 
 def _suggestion(model: str) -> str:
-    """Names that begin with `model`, or of the same family and nearly the same size; of other models, the nearest name
-    is only an example."""
+    """Names that begin with `model`, or of the same family and nearly the same size."""
     family, size = _split_size(model)
     families = {name: _split_size(name) for name in MODELS}
     # Another number is another family: Qwen3.5 is not a typo of Qwen3.
-    names = {other for other, _ in families.values() if re.sub(r"\D", "", other) == re.sub(r"\D", "", family)}
+    number = re.sub(r"\D", "", family)
+    names = {other for other, _ in families.values() if re.sub(r"\D", "", other) == number}
     closest = difflib.get_close_matches(family, names, n=1, cutoff=0.7)
-    ratios = {
-        name: max(size, billions) / min(size, billions) if size and billions else 1.0
-        for name, (other, billions) in families.items()
-        if other in closest
-    }
+    ratios = {}
+    for name, (other, billions) in families.items():
+        if other in closest:
+            known = size and billions
+            ratios[name] = max(size, billions) / min(size, billions) if known else 1.0
     nearest = sorted(ratios, key=lambda name: ratios[name])
-    completed = [name for name in MODELS if model and name.startswith(model.lower())]
-    if alike := (completed or [name for name in nearest if ratios[name] <= SAME_SIZE])[:2]:
-        return f"did you mean {' or '.join(alike)}?"
+    alike = [name for name in MODELS if model and name.startswith(model.lower())]
+    alike = alike or [name for name in nearest if ratios[name] <= SAME_SIZE]
+    if alike:
+        return f"did you mean {' or '.join(alike[:2])}?"
     example = f"a name such as {nearest[0] if nearest else 'llama3.1-8b'}"
     return f"use a directory with its config.json, its Hugging Face hub id (ORG/NAME), or {example}"
 
@@ -93,8 +100,9 @@ def _split_size(model: str) -> tuple[str, float]:
 
 
 def _fetch_config(model: str) -> dict[str, Any]:
-    """Read config.json from the local hub cache, or fetch it in one attempt: huggingface_hub would retry for 25 s."""
-    from urllib.request import HTTPRedirectHandler, Request, build_opener  # imported late: it is slow
+    """Read config.json from the hub's cache, or fetch it once: huggingface_hub retries for 25 s."""
+    # Slow to import.
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
@@ -107,11 +115,13 @@ def _fetch_config(model: str) -> dict[str, Any]:
         def redirect_request(self, req: Request, *answer: Any) -> Request | None:
             """Follow a redirect, but send the token to no other host."""
             redirected = super().redirect_request(req, *answer)
-            if redirected is not None and (redirected.type, redirected.host) != (req.type, req.host):
+            host = (req.type, req.host)
+            if redirected is not None and (redirected.type, redirected.host) != host:
                 redirected.remove_header("Authorization")
             return redirected
 
-    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = Request(hf_hub_url(repo, "config.json", revision=revision), headers=headers)
     try:
         if constants.HF_HUB_OFFLINE:
@@ -119,13 +129,15 @@ def _fetch_config(model: str) -> dict[str, Any]:
         with build_opener(Redirects).open(request, timeout=HUB_TIMEOUT_S) as answer:
             return dict(parse_json(answer.read()))
     except (OSError, ValueError) as error:
-        code, fix = getattr(error, "code", None), _suggestion(model)
+        code = getattr(error, "code", None)
+        fix = _suggestion(model)
         problem = f"the hub cannot be reached ({getattr(error, 'reason', error)})"
         if code == 404:
             problem = "is not on the hub"
         if code in (401, 403):
             problem = f"the hub denies access (HTTP {code})"
-            fix = "accept its license there and log in with `hf auth login`, or use a local directory"
+            login = "accept its license there and log in with `hf auth login`"
+            fix = f"{login}, or use a local directory"
         raise ConfigError(f"model={model} is not a local path, and {problem}; {fix}") from None
 
 
@@ -133,7 +145,7 @@ def _fetch_config(model: str) -> dict[str, Any]:
 
 
 def find_known_shape(values: Mapping[str, Any]) -> ModelShape | None:
-    """Return the stored shape of the built-in model with this `config.json`. None: it must be measured."""
+    """Return the stored shape of the built-in model with this `config.json`, if there is one."""
     plain = json.loads(json.dumps(dict(values)))  # with lists, not tuples
     return next((_stored_shape(name) for name, config in MODELS.items() if config == plain), None)
 
@@ -151,10 +163,12 @@ def _stored_shape(model: str) -> ModelShape:
 
 def shape_from_json(values: Mapping[str, Any]) -> ModelShape:
     measured = {key: tuple(map(tuple, values["measured"][key])) for key in ("linears", "stacked")}
-    mixers, sizes = mixers_from_json(values["mixers"]), values["measured_by_mixer"]
+    mixers = mixers_from_json(values["mixers"])
+    sizes = values["measured_by_mixer"]
+    kinds = dict.fromkeys(mixers) if sizes else ()
     types = {
         "measured": MeasuredLayer(**values["measured"] | measured),
-        "measured_by_mixer": tuple(zip(dict.fromkeys(mixers), map(tuple, sizes), strict=True)) if sizes else (),
+        "measured_by_mixer": tuple(zip(kinds, map(tuple, sizes), strict=True)),
         "mixers": mixers,
         "encoders": tuple(Encoder(**encoder) for encoder in values["encoders"]),
     }

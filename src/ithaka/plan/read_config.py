@@ -1,4 +1,4 @@
-"""Read the `config.json` of a model, and what plans know about its kind, without torch or transformers."""
+"""Read a model's `config.json`, and what plans know about its kind. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ CORRECT = "correct the model's config.json"
 
 
 POSITIONS = 32768  # of a config.json without max_position_embeddings
-# Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
+# Vision-language models: an encoder whose frames are independent, and a language model with 3-D
+# positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 WITHOUT_ROPE = ("nemotron_h",)  # so max_position_embeddings is no limit
-# JSON has no such numbers: transformers writes {"__float__": "Infinity"}, and older files have a bare Infinity.
+# JSON has no such numbers: transformers writes {"__float__": "Infinity"}, and older files have a
+# bare Infinity.
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
@@ -29,14 +31,14 @@ def parse_json(text: str | bytes) -> Any:
     return json.loads(text, object_hook=_decode_float)
 
 
-def _decode_float(values: dict[str, Any]) -> Any:
+def _decode_float(values: dict[str, Any]) -> float | dict[str, Any]:
     tag = values.get("__float__", "")
     is_float = len(values) == 1 and isinstance(tag, str)
     return FLOATS.get(tag, values) if is_float else values
 
 
 def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ConfigError, which names the setting `name`, if there is none."""
+    """Read the object in a JSON file. `name`: the setting, for errors."""
     try:
         if isinstance(values := parse_json(file.read_text(encoding="utf-8")), dict):
             return values
@@ -46,9 +48,11 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
         folder = file.parent
         is_model = file.name == "config.json" and fix == GIVE_MODEL
         if is_model and (folder / "config.yaml").is_file():
-            fix = f"{folder} is a run: use what `ithaka export RUN_DIR OUT_DIR` writes (an adapter: with --merge)"
+            written = "what `ithaka export RUN_DIR OUT_DIR` writes (an adapter: with --merge)"
+            fix = f"{folder} is a run: use {written}"
         elif is_model and (folder / "adapter_config.json").is_file():
-            fix = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
+            use = f"use its base model, and adapter.path={folder} to train on"
+            fix = f"{folder} is an adapter: {use}"
         raise input_error(f"{name}{file} cannot be read ({reason}); {fix}", error) from None
     except ValueError:
         reason = "not valid JSON"
@@ -61,19 +65,23 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
         value = values.get(key, 1)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{key}={value} of {source} is not a positive integer; {CORRECT}")
-    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    heads = values.get("num_attention_heads")
+    kv_heads = values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         rule = f"does not divide num_attention_heads={heads}"
         raise ConfigError(f"num_key_value_heads={kv_heads} of {source} {rule}; {CORRECT}")
     for key, value in values.items():
-        if key.endswith(("norm_eps", "norm_epsilon")) and type(value) in (int, float) and not value >= 0:
-            raise ConfigError(f"{key}={value} of {source} is below 0; use the model's own value, for example 1.0e-6")
+        is_eps = key.endswith(("norm_eps", "norm_epsilon")) and type(value) in (int, float)
+        if is_eps and not value >= 0:
+            fix = "use the model's own value, for example 1.0e-6"
+            raise ConfigError(f"{key}={value} of {source} is below 0; {fix}")
 
 
 def unscaled_positions(positions: int, rope: Mapping[str, Any]) -> int:
     """Return the positions before any scaling. `rope`: for all layers, or by type of layer."""
     rope = rope.get("full_attention", rope)
-    return rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
+    factor = rope.get("factor") or 1
+    return rope.get("original_max_position_embeddings") or int(positions / factor)
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
@@ -88,9 +96,11 @@ def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
 class RootKind:
     is_video: bool = False
     data: str = "one document per sequence; packed shorter documents need less attention"
-    adapter_settings: tuple[Mapping[str, Any], ...] = ({}, {"base": "nf4"})  # to try if a plan does not fit
+    # To try if a plan does not fit.
+    adapter_settings: tuple[Mapping[str, Any], ...] = ({}, {"base": "nf4"})
     positions: int | None = None  # None: as in config.json
-    refuses: Mapping[str, str] = field(default_factory=dict)  # settings without effect -> "video transformers ..."
+    # Settings without effect -> "video transformers ...".
+    refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 DECODER = RootKind()
@@ -114,15 +124,19 @@ ROOTS = dict.fromkeys(VIDEO_SCALES, VIDEO)  # ModelShape.family -> root; of all 
 
 
 def count_patches(values: Mapping[str, Any], video: str) -> int:
-    """Count the tokens of a `video`, frames x height x width in pixels. `values`: a video transformer's config.json."""
-    kind, patch = values.get("_class_name"), values.get("patch_size", 1)
+    """Count the tokens of a `video`, frames x height x width in pixels."""
+    kind = values.get("_class_name")
+    patch = values.get("patch_size", 1)
     sizes = [int(size) for size in video.split("x") if size.isdecimal()]
     if kind not in VIDEO_SCALES:
-        raise ConfigError(f"--video {video} applies to {' and '.join(VIDEO_SCALES)} only; use --context for this model")
+        rule = f"applies to {' and '.join(VIDEO_SCALES)} only"
+        raise ConfigError(f"--video {video} {rule}; use --context for this model")
     if len(sizes) != 3 or len(sizes) != video.count("x") + 1 or not all(sizes):
-        raise ConfigError(f"--video {video}: use frames x height x width in pixels, as in 81x720x1280")
+        fix = "use frames x height x width in pixels, as in 81x720x1280"
+        raise ConfigError(f"--video {video}: {fix}")
     frames_scale, scale = VIDEO_SCALES[kind]
     scale *= 2 if values.get("in_channels") == 48 else 1  # the autoencoder of Wan 2.2 5B
-    patch = patch if isinstance(patch, list | tuple) else (values.get("patch_size_t", 1), patch, patch)
+    if not isinstance(patch, list | tuple):
+        patch = (values.get("patch_size_t", 1), patch, patch)
     latents = ((sizes[0] - 1) // frames_scale + 1, sizes[1] // scale, sizes[2] // scale)
     return math.prod(max(1, size // p) for size, p in zip(latents, patch, strict=True))

@@ -1,4 +1,4 @@
-"""Requests to the planner: a model, a machine and settings, checked before any search; a plan as a configuration."""
+"""Requests to the planner: a model, a machine and settings; a plan as a configuration."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TO_FILL_IN = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model and a machine to plan for. `hf_config`: the model's config.json. `config`: settings of the command.
-    `explicit`: names (parallel.cp) of those that the user set."""
+    """A model and a machine to plan for. `hf_config`: the model's config.json. `config`: settings
+    of the command. `explicit`: names (parallel.cp) of those that the user set."""
 
     model: str
     hf_config: Mapping[str, Any]
@@ -48,28 +48,32 @@ class PlanRequest:
         return replace(self, space=replace(self.space, hardware=hardware))
 
     def with_branches(self, branches: str) -> PlanRequest:
-        """The same request with `branches`, NxTOKENS, after the context, which is computed once for all of them."""
+        """The same request with NxTOKENS branches, which share the context."""
         count, _, tokens = map(parse_count, branches.partition("x"))
         if not count or not tokens:
-            raise ConfigError(
-                f"--branches {branches} is not a number of branches and their tokens; use for example 8x2K"
-            )
-        if self.space.fixed.get("ring", 1) != 1:
-            raise ConfigError(
-                f"parallel.ring={self.space.fixed['ring']} has no shared prefixes; leave it out, or use 1"
-            )
+            rule = "is not a number of branches and their tokens"
+            raise ConfigError(f"--branches {branches} {rule}; use for example 8x2K")
+        ring = self.space.fixed.get("ring", 1)
+        if ring != 1:
+            fix = "leave it out, or use 1"
+            raise ConfigError(f"parallel.ring={ring} has no shared prefixes; {fix}")
         if reason := self.space.shape.root.refuses.get("--branches"):
             raise ConfigError(f"--branches {branches}: video transformers {reason}; leave it out")
-        prompt, space = self.work.context, replace(self.space, fixed={**self.space.fixed, "ring": 1})
+        prompt = self.work.context
+        space = replace(self.space, fixed={**self.space.fixed, "ring": 1})
         spans = ((0, prompt), *((prompt, tokens),) * count)
-        return replace(self, space=space, work=replace(self.work, context=prompt + count * tokens, spans=spans))
+        work = replace(self.work, context=prompt + count * tokens, spans=spans)
+        return replace(self, space=space, work=work)
 
     def plan(self, context: int = 0) -> Plan:
-        return choose_traced(self.space, replace(self.work, context=context or self.work.context), self.trace)
+        work = replace(self.work, context=context or self.work.context)
+        return choose_traced(self.space, work, self.trace)
 
     def longest_plan(self) -> tuple[Plan, int, str]:
-        """The plan of the longest context that fits, this context (0: none fits), and what limits it."""
-        space, batch = self.space, self.work.batch
+        """The plan of the longest context that fits, this context (0: none fits), and what limits
+        it."""
+        space = self.space
+        batch = self.work.batch
         for _ in range(MAX_TRACES):
             context, limit = space.longest_context_and_limit(batch)
             plan = replace(self, space=space).plan(context)
@@ -85,61 +89,85 @@ class PlanRequest:
 
     @property
     def _text_config(self) -> Mapping[str, Any]:
-        """config.json, or the part of a vision-language model's that describes its language model."""
+        """config.json, or the part of a vision-language model's that describes its language
+        model."""
         return self.hf_config.get("text_config") or self.hf_config
 
     def missing_rope(self, context: int) -> dict[str, Any] | None:
-        """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
+        """The model.rope that a context beyond a trained model's positions needs, if unset."""
         from_scratch = Path(self.model).expanduser().is_file()
         has_rope = self._text_config.get("model_type") not in WITHOUT_ROPE
-        if context <= self.positions or from_scratch or "model.rope" in self.explicit or not has_rope:
+        if context <= self.positions or from_scratch or not has_rope:
+            return None
+        if "model.rope" in self.explicit:
             return None
         return {"type": "yarn", "factor": yarn_factor(self.positions, self.rope, context)}
 
     @property
     def rope(self) -> Mapping[str, Any]:
         """Its scaling and theta; older files have only the scaling."""
-        return self._text_config.get("rope_parameters") or self._text_config.get("rope_scaling") or {}
+        config = self._text_config
+        return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
     def forward_plan(self) -> Plan:
         """The plan of an evaluation, which no setting changes."""
         if self.explicit:
-            raise ConfigError(f"{sorted(self.explicit)[0]} does not affect an evaluation; leave it out with --evaluate")
+            rule = "does not affect an evaluation; leave it out with --evaluate"
+            raise ConfigError(f"{sorted(self.explicit)[0]} {rule}")
         return forward_plan(self.space.shape, self.space.hardware, self.work)
 
     def config_lines(self, plan: Plan, steps: int | None = None) -> list[str]:
-        """The lines of a configuration for `ithaka train`: the plan, the user's settings, and lines to uncomment."""
+        """A configuration for `ithaka train`: plan, user's settings, and lines to uncomment."""
         local = Path(self.model).expanduser()
         weights = None if local.exists() else hub_id(self.model)
-        config = to_dict(self.config)
-        chosen: dict[str, Any] = {"model.path": weights or self.model, "data.context": plan.work.context}
-        if plan.shape.encoders and self.config.loss.type != "dpo" and "data.images" not in self.explicit:
-            chosen |= {"data.images": "read", "data.long_documents": "drop"}  # an image cannot be cut
-        for name in sorted(self.explicit):
-            section, key = name.split(".")
-            chosen[name] = config[section][key]
-        chosen |= plan.settings | {"train.batch": plan.work.batch, **({"train.steps": steps} if steps else {})}
+        settings = self._settings(plan, weights or self.model, steps)
+        hints = {name: hint for name, hint in TO_FILL_IN.items() if name not in settings}
+        if "train.steps" in settings:
+            hints.pop("train.epochs", None)
+        if rope := self.missing_rope(plan.work.context):
+            positions = format_tokens(self.positions)
+            required = f"required: the model has {positions} positions; see docs/extend.md"
+            hints["model.rope"] = format_value(rope), required
+
         lines = []
         if weights:
             lines.append(f"# Weights: hf download {weights} --local-dir {weights}")
         elif local.is_dir() and not any(local.glob("*.safetensors")):
-            lines.append(f"# {self.model} has no *.safetensors; use {local / 'config.json'} for random weights.")
+            file = local / "config.json"
+            lines.append(f"# {self.model} has no *.safetensors; use {file} for random weights.")
         lines.append("# Uncomment and edit lines in place: a section may appear only once.")
-        hints = {name: hint for name, hint in TO_FILL_IN.items() if name not in chosen}
-        if "train.steps" in chosen:
-            hints.pop("train.epochs", None)
-        if rope := self.missing_rope(plan.work.context):
-            required = f"required: the model has {format_tokens(self.positions)} positions; see docs/extend.md"
-            hints["model.rope"] = format_value(rope), required
         for section in SECTIONS:
             prefix = f"{section}."
-            values = {name.removeprefix(prefix): value for name, value in chosen.items() if name.startswith(prefix)}
-            comments = [
-                f"{f'  # {name.removeprefix(prefix)}: {example}':<36}# {comment}"
-                for name, (example, comment) in hints.items()
+            values = {
+                name.removeprefix(prefix): value
+                for name, value in settings.items()
                 if name.startswith(prefix)
-            ]
-            if values or comments:
-                text = yaml.safe_dump({section: values}, sort_keys=False) if values else f"{section}:"
-                lines += [text.rstrip(), *comments]
+            }
+            comments = []
+            for name, (example, comment) in hints.items():
+                if name.startswith(prefix):
+                    line = f"  # {name.removeprefix(prefix)}: {example}"
+                    comments.append(f"{line:<36}# {comment}")
+            if values:
+                lines.append(yaml.safe_dump({section: values}, sort_keys=False).rstrip())
+            elif comments:
+                lines.append(f"{section}:")
+            lines += comments
         return lines
+
+    def _settings(self, plan: Plan, path: str, steps: int | None) -> dict[str, Any]:
+        """The settings of a configuration, by name (data.context)."""
+        config = to_dict(self.config)
+        settings: dict[str, Any] = {"model.path": path, "data.context": plan.work.context}
+        reads_images = plan.shape.encoders and self.config.loss.type != "dpo"
+        if reads_images and "data.images" not in self.explicit:
+            settings["data.images"] = "read"
+            settings["data.long_documents"] = "drop"  # an image cannot be cut
+        for name in sorted(self.explicit):
+            section, key = name.split(".")
+            settings[name] = config[section][key]
+        settings |= plan.settings
+        settings["train.batch"] = plan.work.batch
+        if steps:
+            settings["train.steps"] = steps
+        return settings

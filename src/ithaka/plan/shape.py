@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.config.formats import BASE_FORMATS, BaseFormat
+from ithaka.config.base_formats import BASE_FORMATS, BaseFormat
+from ithaka.layout import Layout
 from ithaka.plan.read_config import DECODER, ROOTS, RootKind
 
 PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
@@ -28,9 +29,10 @@ def has_moment_blocks(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A layer as model/shape.py measures it: the largest layer's bytes, the mean of costs.
+    """A layer as model/measure.py measures it: the largest layer's bytes, the mean of costs.
 
-    The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per token, in 16 bits.
+    The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per
+    token, in 16 bits.
     """
 
     parameters: int
@@ -38,7 +40,7 @@ class MeasuredLayer:
     # Name, inputs, outputs, and whether it is part of a mixture of experts; of all layers.
     linears: tuple[tuple[str, int, int, bool], ...]
     slices_heads: bool  # projects the heads of one stage at a time (`qkv` of a LayerSpec)
-    slices_output: bool  # computes the gradient of attention's output one stage at a time (`output`)
+    slices_output: bool  # the same for the gradient of attention's output (`output`)
     skips_mlp: bool  # recomputes no output of its MLP, on which no gradient depends
     # Peaks of a run without gradients, and of one with its backward; the graph in between.
     project_bytes: int
@@ -59,7 +61,7 @@ class MeasuredLayer:
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
     stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
     compiles: bool = False  # with train.compile=auto, on a GPU
-    root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
+    root: int = 0  # parameters around the layers, gathered in the sum dtype for all of a step
 
     @property
     def expert_parameters(self) -> int:
@@ -74,7 +76,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class Encoder:
-    """The image encoder of a vision-language model, measured by model/shape.py. Bytes are per patch, in 16 bits."""
+    """The image encoder of a vision-language model. Bytes are per patch, in 16 bits."""
 
     parameters: int
     values: int  # input values per patch
@@ -94,12 +96,13 @@ class AttentionKind:
 
     head_dim: int
     group: int = 1  # query heads per kv head
-    window: int | None = None  # tokens that a query attends to, with its own (or the size of a chunk); None: all
+    # Tokens that a query attends to, with its own (or the size of a chunk); None: all.
+    window: int | None = None
     softcap: float | None = None
 
 
-class Mixer:
-    """What mixes the tokens of a layer. plan/mixers.py has the implementations, which are frozen dataclasses."""
+class MixerCost:
+    """What mixes the tokens of a layer: the frozen dataclasses in plan/mixers.py."""
 
     name: str
     attention: tuple[AttentionKind, ...] = ()  # softmax attention that it computes
@@ -118,8 +121,8 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Correction:
-    """Traced bytes of plans of one kind, relative to the estimate: on the device without parameters and optimizer; in
-    host memory, what layers keep and offloaded states; in all-to-alls."""
+    """Traced bytes of plans of one kind, relative to the estimate: on the device without parameters
+    and optimizer; in host memory, what layers keep and offloaded states; in all-to-alls."""
 
     device: float = 1.0
     host: float = 1.0
@@ -137,15 +140,16 @@ class ModelShape:
     mlp: int  # F
     vocab: int  # V
     tied: bool  # lm_head shares the embedding's weight
-    mixers: tuple[Mixer, ...]  # per layer
+    mixers: tuple[MixerCost, ...]  # per layer
     measured: MeasuredLayer
-    measured_by_mixer: tuple[tuple[Mixer, tuple[int, ...]], ...] = ()  # values of `per_token`, if `sizes` differ
+    # Values of `per_token`, if `sizes` differ.
+    measured_by_mixer: tuple[tuple[MixerCost, tuple[int, ...]], ...] = ()
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     reference: bool = False  # whether a frozen copy of the base model is kept too
     teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
     encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
-    corrections: Mapping[str, Correction] = field(default_factory=dict)  # by kind of plan (`plan_kind`)
+    corrections: Mapping[str, Correction] = field(default_factory=dict)  # by `plan_kind`
 
     def __hash__(self) -> int:
         """Hash a few fields only: the planner's caches hash a shape at every lookup."""
@@ -156,7 +160,11 @@ class ModelShape:
         known = self.corrections
         if kind in known or not known:
             return known.get(kind, Correction())
-        return Correction(*(max(1.0, *factors) for factors in zip(*map(astuple, known.values()), strict=True)))
+        return Correction(
+            device=max(1.0, *(other.device for other in known.values())),
+            host=max(1.0, *(other.host for other in known.values())),
+            sent=max(1.0, *(other.sent for other in known.values())),
+        )
 
     @property
     def root(self) -> RootKind:
@@ -167,18 +175,22 @@ class ModelShape:
         return BASE_FORMATS[self.adapter.base if self.adapter else "bf16"]
 
     @cached_property
-    def mixer_kinds(self) -> tuple[Mixer, ...]:
+    def mixer_kinds(self) -> tuple[MixerCost, ...]:
         """The different mixers, in the order of their first layers."""
         return tuple(dict.fromkeys(self.mixers))
 
     @cached_property
-    def by_mixer(self) -> dict[Mixer, ModelShape]:
+    def by_mixer(self) -> dict[MixerCost, ModelShape]:
         """For each mixer: this shape, with what its layers measured."""
-        if not (sizes := dict(self.measured_by_mixer)):
+        if not self.measured_by_mixer:
             return dict.fromkeys(self.mixer_kinds, self)
         names = self.measured.per_token
-        costs: dict[Mixer, Any] = {mixer: dict(zip(names, sizes[mixer], strict=True)) for mixer in self.mixer_kinds}
-        return {mixer: replace(self, measured=replace(self.measured, **costs[mixer])) for mixer in costs}
+        sizes = dict(self.measured_by_mixer)
+        shapes = {}
+        for mixer in self.mixer_kinds:
+            costs: dict[str, Any] = dict(zip(names, sizes[mixer], strict=True))
+            shapes[mixer] = replace(self, measured=replace(self.measured, **costs))
+        return shapes
 
     @cached_property
     def kinds_of_sizes(self) -> tuple[tuple[Any, ModelShape], ...]:
@@ -188,7 +200,10 @@ class ModelShape:
     @cached_property
     def size_indices(self) -> tuple[int, ...]:
         """Per layer: the index of its mixer's entry in `kinds_of_sizes`."""
-        kinds = [self.kinds_of_sizes.index((mixer.sizes, shape)) for mixer, shape in self.by_mixer.items()]
+        kinds = [
+            self.kinds_of_sizes.index((mixer.sizes, shape))
+            for mixer, shape in self.by_mixer.items()
+        ]
         return tuple(kinds[index] for index in self.mixer_indices)
 
     @cached_property
@@ -218,7 +233,9 @@ class ModelShape:
     @cached_property
     def trained_encoders(self) -> tuple[Encoder, ...]:
         """An adapter freezes all of them."""
-        return () if self.adapter else tuple(encoder for encoder in self.encoders if not encoder.is_frozen)
+        if self.adapter:
+            return ()
+        return tuple(encoder for encoder in self.encoders if not encoder.is_frozen)
 
     @cached_property
     def trained_encoder(self) -> int:
@@ -236,33 +253,43 @@ class ModelShape:
         return self.measured.total_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
-        """Return the same model with these layers only. `dropped`: the parameters of all others; without it, parameters
-        are scaled in proportion."""
-        mixers, total = tuple(self.mixers[i] for i in layers), self.measured.total_parameters
-        kept = self.encoder_parameters + (total - self.encoder_parameters) * len(layers) // self.num_layers
-        measured = replace(self.measured, total_parameters=kept if dropped is None else total - dropped)
+        """Return the same model with these layers only. `dropped`: the parameters of all others;
+        without it, parameters are scaled in proportion."""
+        mixers = tuple(self.mixers[i] for i in layers)
+        total = self.measured.total_parameters
+        if dropped is None:
+            encoders = self.encoder_parameters
+            kept = encoders + (total - encoders) * len(layers) // self.num_layers
+        else:
+            kept = total - dropped
+        measured = replace(self.measured, total_parameters=kept)
         return replace(self, num_layers=len(layers), mixers=mixers, measured=measured)
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
-        """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
+        """(trained, frozen) parameters of one rank. Trained ones are fp32, with AdamW's moments."""
         saved = self.num_trained  # of the base model
         if self.adapter:
-            saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
+            embedding = 0 if self.tied else self.trained_parameters("embed_tokens")
+            saved = self.trained_parameters("lm_head") + embedding
         frozen = self.num_parameters * (1 + self.reference) - saved
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
 
     def moment_bytes(self, num_ranks: int) -> int:
-        """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales, or one for Muon. Of
-        adapters, 8-bit moments are planned in fp32, because the rows of B may be too short for blocks."""
+        """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales,
+        or one for Muon. Of adapters, 8-bit moments are planned in fp32, because the rows of B may
+        be too short for blocks."""
         trained = self.shards(num_ranks)[0]
         if self.optimizer == "adamw":
             return 8 * trained
         adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
-        in_fp32, other_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
+        in_fp32 = adapted // num_ranks
+        other_bytes = 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
             stacked = self.num_layers * self.measured.expert_parameters
-            ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
-            in_fp32, other_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
+            embedding = 0 if self.tied else self.trained_parameters("embed_tokens")
+            ends = self.trained_head + embedding
+            in_fp32 = -(-(stacked * (not self.adapter) + ends) // num_ranks)
+            other_bytes = 4
         return 8 * in_fp32 + int(other_bytes * (trained - in_fp32))
 
     @cached_property
@@ -270,18 +297,25 @@ class ModelShape:
         """(parameters, bytes) of one layer's four-bit weights."""
         skipped = tuple(f".{name}" for name in self.adapter.unquantized) if self.adapter else ()
         stacked = dict(self.measured.stacked)
-        names = (name for name in self.linears if not f".{name}".endswith(skipped))
-        sizes = [math.prod(self.linears[name]) for name in names if name not in stacked] * self.format.packs_linears
-        sizes += [sum(stacked.values())] * self.format.packs_experts
+        sizes = []
+        if self.format.packs_linears:
+            names = [name for name in self.linears if not f".{name}".endswith(skipped)]
+            sizes += [math.prod(self.linears[name]) for name in names if name not in stacked]
+        if self.format.packs_experts:
+            sizes.append(sum(stacked.values()))
         return sum(sizes), sum(map(self.format.num_bytes, sizes))
 
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
-        frozen, (packed, num_bytes) = self.shards(num_ranks)[1], self.packed_layer
-        layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
-        other = self.teacher and self.teacher.with_adapter(self.teacher.adapter or AdapterConfig())  # it is frozen
-        teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0
-        return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
+        packed, num_bytes = self.packed_layer
+        in_layers = self.measured.total_parameters - self.encoder_parameters
+        layers = in_layers / self.measured.parameters
+        saved = int(layers * (packed * element_bytes - num_bytes)) // num_ranks
+        frozen = self.shards(num_ranks)[1] * element_bytes - saved
+        if self.teacher:  # all of it is frozen
+            teacher = self.teacher.with_adapter(self.teacher.adapter or AdapterConfig())
+            frozen += teacher.frozen_bytes(num_ranks, element_bytes)
+        return frozen
 
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
@@ -299,9 +333,9 @@ class ModelShape:
     @cached_property
     def num_idle(self) -> int:
         """Parameters of the adapters of experts that a token does not use."""
-        stacked = {name for name, _ in self.measured.stacked}
-        sizes = (size for layer in self.adapter_parameters for name, size in layer.items() if name in stacked)
-        return round((1 - self.used_experts) * sum(sizes))
+        names = [name for name, _ in self.measured.stacked]
+        stacked = sum(layer.get(name, 0) for layer in self.adapter_parameters for name in names)
+        return round((1 - self.used_experts) * stacked)
 
     @property
     def num_products(self) -> int:
@@ -322,7 +356,7 @@ class ModelShape:
         return {name: (inputs, outputs) for name, inputs, outputs, _ in self.measured.linears}
 
     def has_adapter(self, module: str) -> bool:
-        """Whether a module is adapted. PEFT's rule: a target is its full name or a dot-separated suffix of it."""
+        """Whether a module is adapted. PEFT: a target is a dot-separated suffix of its name."""
         targets = self.adapter.targets if self.adapter else ()
         if targets == "all-linear":
             return module != "lm_head"
@@ -335,11 +369,14 @@ class ModelShape:
         mixture = {name for name, *_, in_mixture in self.measured.linears if in_mixture}
         if self.adapter and self.adapter.targets != "all-linear":
             mixture = set()
-        sizes = {name: rank * sum(size) for name, size in self.linears.items() if name not in mixture}
-        return tuple(
-            {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{name}")}
-            for i in range(self.num_layers)
-        )
+        sizes = {
+            name: rank * sum(size) for name, size in self.linears.items() if name not in mixture
+        }
+        layers = []
+        for i in range(self.num_layers):
+            names = [name for name in sizes if self.has_adapter(f"model.layers.{i}.{name}")]
+            layers.append({name: sizes[name] for name in names})
+        return tuple(layers)
 
     @cached_property
     def most_adapted(self) -> dict[str, int]:
@@ -366,7 +403,8 @@ class ModelShape:
         if self.adapter is None:
             return self.num_parameters - self.encoder_parameters + self.trained_encoder
         layers = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
-        return layers + self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
+        embedding = 0 if self.tied else self.trained_parameters("embed_tokens")
+        return layers + self.trained_head + embedding
 
     @cached_property
     def first_trained(self) -> int:
@@ -375,23 +413,24 @@ class ModelShape:
             return 0
         return [*map(bool, self.adapter_parameters[:-1]), True].index(True)
 
-    def compiles(self, layout: Any) -> bool:
-        """Whether the layers are compiled. With train.compile=true, those with blocks are planned as with blocks."""
+    def compiles(self, layout: Layout) -> bool:
+        """Whether the layers are compiled. train.compile=true does not change plans with blocks."""
         return bool(layout.compile and self.measured.compiles)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
-        """Return the shape with an adapter. Raise ConfigError for a target that matches no module, and for a tied
-        lm_head."""
+        """Return the shape with an adapter. Refuses targets without module, and a tied lm_head."""
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
                 names = ", ".join(sorted({name.rpartition(".")[2] for name in self.linears}))
                 fix = f"use one of {names}, or of one layer, such as 0.{[*self.linears][0]}"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {fix}")
-        for name in sorted({*adapter.unquantized} - {*AdapterConfig.unquantized}) if adapter else ():
+        unquantized = {*adapter.unquantized} - {*AdapterConfig.unquantized} if adapter else ()
+        for name in sorted(unquantized):
             module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer
             if not any(module in f".{name}." for name in self.linears):
-                raise ConfigError(f"adapter.unquantized={name} names no module of the model; use a name such as o_proj")
+                fix = "use a name such as o_proj"
+                raise ConfigError(f"adapter.unquantized={name} names no module of the model; {fix}")
         if adapter:
             BASE_FORMATS[adapter.base].check_family(self.family)
         if adapter and self.tied and "lm_head" in adapter.targets:
@@ -408,12 +447,14 @@ class StepShape:
     context: int
     batch: int = 1
     document_tokens: int | None = None  # length of packed documents; None: one per sequence
-    spans: tuple[tuple[int, int], ...] = ()  # nodes of a forest in each sequence: tokens of ancestors, and its own
+    # Nodes of a forest in each sequence: tokens of ancestors, and its own.
+    spans: tuple[tuple[int, int], ...] = ()
     accumulate: int = 1  # micro-steps per optimizer step
     trains: bool = True  # False: forward only, without gradients
     reference: bool = False  # also a forward of a reference model or a teacher
     distills: bool = False  # its last hidden states stay until the loss
-    between_steps: bool = False  # with trains=False: during a run, whose weights and optimizer state stay in memory
+    # With trains=False: during a run, whose weights and optimizer state stay in memory.
+    between_steps: bool = False
 
     @property
     def tokens(self) -> int:

@@ -1,11 +1,13 @@
-"""What one rank's training step allocates, computes and moves: recorded from the code that runs (profile/trace.py).
+"""What one rank's training step allocates, computes and moves: recorded from the code that runs
+(profile/record_trace.py).
 
-A trace is a list of segments: the embedding, the forward of each layer, the loss, the backward of each layer, and the
-update. It has few layers, at least one of each kind; `unroll` repeats them to the depth of the model. Bytes and most
-FLOPs grow linearly with the tokens, so a `LinearTrace` of two lengths gives that of any.
+A trace is a list of segments: the embedding, the forward of each layer, the loss, the backward of
+each layer, and the update. It has few layers, at least one of each kind; `unroll` repeats them to
+the depth of the model. Bytes and most FLOPs grow linearly with the tokens, so a `LinearTrace` of
+two lengths gives that of any.
 
-The search for a plan estimates bytes (plan/bytes.py), and traces decide: `choose_traced` traces the chosen plan,
-corrects the estimate of plans of its kind, and chooses again until a traced plan fits.
+The search for a plan estimates bytes (plan/bytes.py), and traces decide: `choose_traced` traces the
+chosen plan, corrects the estimate of plans of its kind, and chooses again until a traced plan fits.
 """
 
 from __future__ import annotations
@@ -38,16 +40,18 @@ MIN_GAIN = 1.01  # the least speedup that is worth another trace
 
 
 @dataclass(frozen=True)
-class Segment:
+class TracedPart:
     """Part of a step, from the start of its first phase to the start of the next segment's."""
 
     name: str  # "layer 3 backward", "loss forward", "update"
     start: Amounts  # device bytes by category
     end: Amounts
     peaks: dict[str, Amounts]  # by phase: device bytes by category when the phase has the most
-    host: tuple[float, float, float] = (0, 0, 0)  # pinned bytes at the start, at the peak and at the end
-    flops: Amounts = field(default_factory=dict)  # matmuls, grouped matmuls, attention by kernel and head dim
-    moved: Amounts = field(default_factory=dict)  # bytes sent in collectives, and copied to and from the host
+    host: tuple[float, float, float] = (0, 0, 0)  # pinned bytes at the start, peak and end
+    # Matmuls, grouped matmuls, attention by kernel and head dim.
+    flops: Amounts = field(default_factory=dict)
+    # Bytes sent in collectives, and copied to and from the host.
+    moved: Amounts = field(default_factory=dict)
 
     @property
     def peak(self) -> tuple[str, Amounts]:
@@ -58,11 +62,13 @@ class Segment:
     def peak_bytes(self) -> float:
         return sum(self.peak[1].values())
 
-    def raised(self, change: Amounts, host_change: float, name: str) -> Segment:
+    def raised(self, change: Amounts, host_change: float, name: str) -> TracedPart:
         """A copy that starts with more bytes."""
-        start, end = _add(self.start, change), _add(self.end, change)
+        start = _add(self.start, change)
+        end = _add(self.end, change)
         peaks = {phase: _add(peak, change) for phase, peak in self.peaks.items()}
-        host = (self.host[0] + host_change, self.host[1] + host_change, self.host[2] + host_change)
+        first, peak, last = self.host
+        host = (first + host_change, peak + host_change, last + host_change)
         return replace(self, name=name, start=start, end=end, peaks=peaks, host=host)
 
 
@@ -71,11 +77,12 @@ class Trace:
     """A step of one rank with `tokens` tokens in its sequence."""
 
     tokens: int
-    segments: tuple[Segment, ...]
-    states: tuple[Amounts, ...] = ()  # per layer: bytes of parameters, gradients and optimizer on this rank
+    segments: tuple[TracedPart, ...]
+    # Per layer: bytes of parameters, gradients and optimizer on this rank.
+    states: tuple[Amounts, ...] = ()
 
     @property
-    def peak(self) -> Segment:
+    def peak(self) -> TracedPart:
         return max(self.segments, key=lambda segment: segment.peak_bytes)
 
     @property
@@ -86,7 +93,7 @@ class Trace:
     def host_bytes(self) -> float:
         return max(segment.host[1] for segment in self.segments)
 
-    def find(self, name: str) -> Segment:
+    def find(self, name: str) -> TracedPart:
         return next(segment for segment in self.segments if segment.name == name)
 
     def total(self, what: str) -> Amounts:
@@ -94,35 +101,45 @@ class Trace:
         return _sum([getattr(segment, what) for segment in self.segments])
 
     def unroll(self, representatives: Sequence[int]) -> Trace:
-        """The trace of a model whose layer i is like the traced layer `representatives[i]`. Layers add to what they
-        keep, and to sharded gradients; weights are gathered as they were where the representative ran."""
-        segments, states = list[Segment](), [self.states[i] for i in representatives]
+        """The trace of a model whose layer i is like the traced layer `representatives[i]`. Layers
+        add to what they keep, and to sharded gradients; weights are gathered as they were where the
+        representative ran."""
+        segments = list[TracedPart]()
+        states = [self.states[i] for i in representatives]
         fixed = _subtract(_sum(states), _sum(self.states))
         fixed.pop("gradients", None)
-        grads, traced_grads, host_change = 0.0, self._grads_before(), 0.0
+        grads = 0.0
+        traced_grads = self._grads_before()
+        host_change = 0.0
         for segment, name, state in self._repeat(representatives):
             change = dict[str, float]()
             if segments:
                 change = _subtract(segments[-1].end, segment.start)
                 host_change = segments[-1].host[2] - segment.host[0]
-            change |= {**fixed, "gradients": grads - traced_grads[segment.name], "unsharded weights": 0.0}
+            change |= {
+                **fixed,
+                "gradients": grads - traced_grads[segment.name],
+                "unsharded weights": 0.0,
+            }
             segments.append(segment.raised(change, host_change, name))
             grads += state.get("gradients", 0.0)
         return replace(self, segments=tuple(segments), states=tuple(states))
 
     def offload_states(self) -> Trace:
-        """Move parameters, sharded gradients and optimizer states to the host. Gradients in flight stay, and so do
-        those of the embedding and the head."""
-        sharded = self.segments[-1].start.get("gradients", 0.0)  # before the update, all of them are
-        before, segments = 0.0, []
+        """Move parameters, sharded gradients and optimizer states to the host. Gradients in flight,
+        of the embedding and of the head stay."""
+        sharded = self.segments[-1].start.get("gradients", 0.0)  # all of them, before the update
+        before = 0.0
+        segments = []
         for segment in self.segments:
             after = before + self._grads_of(segment)
             states = sum(segment.start.get(name, 0.0) for name in STATES) + sharded
             start, peak, end = (size + states for size in segment.host)
+            peaks = segment.peaks.items()
             offloaded = replace(
                 segment,
                 start=_without_states(segment.start, before),
-                peaks={phase: _without_states(sizes, before) for phase, sizes in segment.peaks.items()},
+                peaks={phase: _without_states(sizes, before) for phase, sizes in peaks},
                 end=_without_states(segment.end, after),
                 host=(start, peak, end),
             )
@@ -130,7 +147,7 @@ class Trace:
             before = after
         return replace(self, segments=tuple(segments))
 
-    def _grads_of(self, segment: Segment) -> float:
+    def _grads_of(self, segment: TracedPart) -> float:
         """Bytes of the sharded gradients that a layer's backward adds; 0 for other segments."""
         if not (segment.name.startswith("layer ") and segment.name.endswith(" backward")):
             return 0.0
@@ -138,22 +155,27 @@ class Trace:
 
     def _grads_before(self) -> Amounts:
         """Bytes of the sharded gradients of all layers that ran backward before each segment."""
-        before, done = dict[str, float](), 0.0
+        before = dict[str, float]()
+        done = 0.0
         for segment in self.segments:
             before[segment.name] = done
             done += self._grads_of(segment)
         return before
 
-    def _repeat(self, representatives: Sequence[int]) -> Iterator[tuple[Segment, str, Amounts]]:
-        """Yield segments in the order of the full step, with their names there and the gradients that they add. The
-        layers run forward once more for a reference."""
-        order = list(enumerate(representatives))
-        for direction, run in groupby(self.segments, lambda segment: re.sub(r"layer \d+ ", "", segment.name)):
+    def _repeat(self, representatives: Sequence[int]) -> Iterator[tuple[TracedPart, str, Amounts]]:
+        """Yield the segments of the full step, with their names and the gradients that they add. A
+        reference runs the layers forward once more."""
+        runs = groupby(self.segments, lambda segment: re.sub(r"layer \d+ ", "", segment.name))
+        for direction, run in runs:
             segments = {segment.name: segment for segment in run}
             if not any(name.startswith("layer ") for name in segments):
-                yield from ((segment, name, {}) for name, segment in segments.items())
+                for name, segment in segments.items():
+                    yield segment, name, {}
                 continue
-            for layer, traced in order if direction == "forward" else reversed(order):
+            layers = list(enumerate(representatives))
+            if direction != "forward":
+                layers.reverse()
+            for layer, traced in layers:
                 state = self.states[traced] if direction == "backward" else {}
                 yield segments[f"layer {traced} {direction}"], f"layer {layer} {direction}", state
 
@@ -162,7 +184,10 @@ class Trace:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trace:
-        segments = [Segment(**{**segment, "host": tuple(segment["host"])}) for segment in values["segments"]]
+        segments = [
+            TracedPart(**{**segment, "host": tuple(segment["host"])})
+            for segment in values["segments"]
+        ]
         return cls(values["tokens"], tuple(segments), tuple(values["states"]))
 
 
@@ -183,38 +208,40 @@ class LinearTrace:
 def _extend(a: Any, b: Any, share: float) -> Any:
     """Extend a line from each number in `a` to that in `b`; one that is missing is 0."""
     if isinstance(b, dict):
-        names = dict.fromkeys((*b, *(name for name, value in a.items() if not isinstance(value, dict))))
+        only_short = [name for name, value in a.items() if not isinstance(value, dict)]
+        names = dict.fromkeys((*b, *only_short))
         empty: Any = {} if any(isinstance(value, dict) for value in b.values()) else 0
         return {name: _extend(a.get(name, empty), b.get(name, 0), share) for name in names}
     if isinstance(b, list | tuple):
         return [_extend(x, y, share) for x, y in zip(a, b, strict=True)]
-    assert not isinstance(b, str) or a == b, f"{a} and {b} differ"
-    return b if isinstance(b, str) else a + share * (b - a)
+    if isinstance(b, str):
+        assert a == b, f"{a} and {b} differ"
+        return b
+    return a + share * (b - a)
 
 
 def _without_states(sizes: Amounts, grads: float) -> Amounts:
-    """Sizes without parameters, optimizer states and this many bytes of gradients; an update has freed them."""
+    """Sizes without parameters, optimizer states and at most this many bytes of gradients."""
     kept = {name: size for name, size in sizes.items() if name not in STATES}
     if "gradients" in kept:
         kept["gradients"] = max(0.0, kept["gradients"] - grads)
     return kept
 
 
-def _combine(function: Callable[..., float], *amounts: Amounts) -> Amounts:
-    names = dict.fromkeys(name for part in amounts for name in part)
-    return {name: function(*(part.get(name, 0) for part in amounts)) for name in names}
-
-
 def _sum(amounts: Sequence[Amounts]) -> Amounts:
-    return _combine(lambda *values: sum(values), *amounts)
+    total: Amounts = {}
+    for part in amounts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0) + value
+    return total
 
 
 def _add(a: Amounts, b: Amounts) -> Amounts:
-    return _combine(lambda x, y: x + y, a, b)
+    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
 
 
 def _subtract(a: Amounts, b: Amounts) -> Amounts:
-    return _combine(lambda x, y: x - y, a, b)
+    return {name: a.get(name, 0) - b.get(name, 0) for name in {**a, **b}}
 
 
 # ---- what to trace, and the cache
@@ -238,22 +265,36 @@ class TraceRequest:
     @classmethod
     def from_plan(cls, plan: Plan, config: Mapping[str, Any], rank: int = 0) -> TraceRequest:
         """`config`: the model's config.json."""
-        work, shape = plan.work, plan.shape
+        work = plan.work
+        shape = plan.shape
         values = json.loads(json.dumps(dict(config)))
         if "_class_name" not in values:  # model.resize_embeddings
             (values.get("text_config") or values)["vocab_size"] = shape.vocab
         policies = plan.layout.layer_policies(shape.num_layers)
-        layout = replace(plan.layout, kept=policies, dtype="bfloat16", kernel=plan.hardware.gpu.kernel)
+        layout = replace(
+            plan.layout, kept=policies, dtype="bfloat16", kernel=plan.hardware.gpu.kernel
+        )
         document = work.context if work.batch > 1 else work.document_tokens
-        options: dict[str, Any] = {"adapter": shape.adapter, "optimizer": shape.optimizer, "trains": work.trains}
-        ranks = plan.hardware.num_gpus, rank
-        return cls(json.dumps(values), layout, *ranks, work.context, document, reference=work.reference, **options)
+        return cls(
+            json.dumps(values),
+            layout,
+            plan.hardware.num_gpus,
+            rank,
+            work.context,
+            document,
+            adapter=shape.adapter,
+            optimizer=shape.optimizer,
+            trains=work.trains,
+            reference=work.reference,
+        )
 
     def read(self, tokens: int) -> Trace | None:
         """Return the cached trace of a sequence of this length, if there is one."""
         values = read_cache("trace", asdict(self), tokens)
+        if not values:
+            return None
         try:
-            return Trace.from_json(values["trace"]).unroll(values["representatives"]) if values else None
+            return Trace.from_json(values["trace"]).unroll(values["representatives"])
         except (KeyError, TypeError):
             return None
 
@@ -263,7 +304,7 @@ class TraceRequest:
         write_cache(values, "trace", asdict(self), trace.tokens)
 
 
-def read_cache(*key: Any) -> Any:
+def read_cache(*key: object) -> Any:
     """Return what was cached for this key, these packages and this code; None if nothing was."""
     try:
         return json.loads(_cache_file(key).read_text()) if _cache_folder().is_dir() else None
@@ -271,7 +312,7 @@ def read_cache(*key: Any) -> Any:
         return None
 
 
-def write_cache(value: Any, *key: Any) -> None:
+def write_cache(value: object, *key: object) -> None:
     """Cache a value. Does nothing if the folder cannot be written to."""
     with suppress(OSError, RuntimeError):
         file = _cache_file(key)
@@ -281,7 +322,7 @@ def write_cache(value: Any, *key: Any) -> None:
         os.replace(new.name, file)
 
 
-def _cache_file(key: tuple[Any, ...]) -> Path:
+def _cache_file(key: tuple[object, ...]) -> Path:
     values = json.dumps([*key, *_versions()], sort_keys=True, default=str)
     return _cache_folder() / f"{hashlib.sha256(values.encode()).hexdigest()[:32]}.json"
 
@@ -299,7 +340,8 @@ def _versions() -> tuple[str, ...]:
             versions.append(version(package))
         except PackageNotFoundError:
             versions.append("")
-    digest, root = hashlib.sha256(), Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
     for file in sorted(root.rglob("*.py")):
         digest.update(file.read_bytes())
     return (*versions, digest.hexdigest())
@@ -317,29 +359,33 @@ class Peaks(NamedTuple):
 
     @classmethod
     def from_trace(cls, trace: Trace) -> Peaks:
-        sent = (size for name, size in trace.total("moved").items() if name.startswith("all-to-all"))
-        return cls(trace.peak_bytes, trace.host_bytes, sum(sent))
+        moved = trace.total("moved")
+        sent = sum(size for name, size in moved.items() if name.startswith("all-to-all"))
+        return cls(trace.peak_bytes, trace.host_bytes, sent)
 
 
 Tracer = Callable[[Plan], Peaks | None]  # None: this plan cannot be traced
 
 
 def can_trace(plan: Plan) -> bool:
-    """Whether a trace has all that the step allocates: it has no teacher, reference copy or shared prefixes."""
+    """Whether a trace has all of the step: no teacher, reference copy or shared prefixes."""
     return not (plan.shape.teacher or plan.shape.reference or plan.work.distills or plan.work.spans)
 
 
 def read_traced(plan: Plan, config: Mapping[str, Any]) -> Peaks | None:
     """The peaks of a cached trace of rank 0, if there is one."""
-    trace = TraceRequest.from_plan(plan, config).read(plan.work.tokens) if can_trace(plan) else None
+    if not can_trace(plan):
+        return None
+    trace = TraceRequest.from_plan(plan, config).read(plan.work.tokens)
     if trace is None:
         return None
     return Peaks.from_trace(trace.offload_states() if plan.layout.offload_optimizer else trace)
 
 
 def correct(plan: Plan, peaks: Peaks) -> Plan:
-    """`plan` with its traced peaks in its ledger, and a shape that corrects the estimates of all plans of its kind."""
-    kind, ranks = plan_kind(plan.shape, plan.layout), plan.hardware.gpus_per_node
+    """`plan` with its traced peaks, and a shape that corrects the estimates of its kind."""
+    kind = plan_kind(plan.shape, plan.layout)
+    ranks = plan.hardware.gpus_per_node
     others = {name: value for name, value in plan.shape.corrections.items() if name != kind}
     estimate = replace(plan, shape=replace(plan.shape, corrections={kind: Correction()})).ledger
     stored = sum(estimate.stored.values())
@@ -348,7 +394,11 @@ def correct(plan: Plan, peaks: Peaks) -> Plan:
     states = sum(estimate.gpu[name] for name in STATES)
     activations = estimate.gpu_peak - estimate.gpu["reserve"] - states
     sent = sent_bytes(plan.shape, plan.layout, plan.work, plan.hardware)
-    correction = Correction(max(peaks.device - states, 0.0) / activations, host, peaks.sent / sent if sent else 1.0)
+    correction = Correction(
+        device=max(peaks.device - states, 0.0) / activations,
+        host=host,
+        sent=peaks.sent / sent if sent else 1.0,
+    )
     shape = replace(plan.shape, corrections={**others, kind: correction})
     alternatives = (replace(other, shape=shape) for other in plan.alternatives)
     fitting = tuple(other for other in alternatives if other.fits) if plan.fits else ()
@@ -356,7 +406,7 @@ def correct(plan: Plan, peaks: Peaks) -> Plan:
 
 
 def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> Plan:
-    """Choose a plan and trace it. If it does not fit, or leaves room, choose again with what the trace corrects."""
+    """Choose a plan and trace it; choose again, corrected, if it does not fit or leaves room."""
     traced: list[Plan] = []
     for _ in range(MAX_TRACES):
         plan = space.choose(work)
@@ -365,12 +415,16 @@ def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> 
             break
         if plan.tokens_per_s_per_gpu < MIN_GAIN * speed:
             break
-        if (peaks := trace(plan)) is None:
+        peaks = trace(plan)
+        if peaks is None:
             break
         traced.append(correct(plan, peaks))
-        ledger, is_better = traced[-1].ledger, sum(other.fits for other in traced) > 1
-        # It fills the device, or needs about what was estimated: the search found nothing faster for the rest.
-        is_full = ledger.gpu_peak > min((1 - ROOM) * ledger.gpu_bytes, (1 - ROOM / 2) * plan.ledger.gpu_peak)
+        ledger = traced[-1].ledger
+        is_better = sum(other.fits for other in traced) > 1
+        # It fills the device, or needs about what was estimated: the search found nothing faster
+        # for the rest.
+        full_bytes = min((1 - ROOM) * ledger.gpu_bytes, (1 - ROOM / 2) * plan.ledger.gpu_peak)
+        is_full = ledger.gpu_peak > full_bytes
         if traced[-1].fits and (is_better or is_full):
             break
         space = replace(space, shape=traced[-1].shape)

@@ -1,4 +1,4 @@
-"""Record allocations by category, phase and source line: on a CPU every storage, on a GPU the allocator's history."""
+"""Record allocations by category, phase and source line: a CPU's storages, a GPU's allocator."""
 
 import math
 import sys
@@ -14,11 +14,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
+from ithaka.foreign.torch_core import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    record_allocator,
+    snapshot_allocator,
+    storage_key,
+    tag_allocations,
+)
 from ithaka.phases import MemoryCategory, PhaseState, listening
 from ithaka.profile.memory import Allocation, CategoryListener, MemoryMap
 
@@ -28,11 +35,11 @@ ROUND_BYTES = 512  # the allocator's granularity
 
 
 @contextmanager
-def recording_resizes(device_type: str, record: Callable[[UntypedStorage], Any]) -> Iterator[None]:
-    """Call `record` with each storage on a device that FSDP2 resizes, which dispatch does not see."""
+def recording_resizes(device_type: str, record: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call `record` with each storage that FSDP2 resizes, which dispatch does not see."""
     original = UntypedStorage.resize_
 
-    def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
+    def resize_(storage: UntypedStorage, num_bytes: int) -> object:
         result = original(storage, num_bytes)
         if storage.device.type == device_type:
             record(storage)
@@ -46,13 +53,15 @@ def recording_resizes(device_type: str, record: Callable[[UntypedStorage], Any])
 
 
 class StorageTracker(CategoryListener):
-    """Follows each new storage on a device while entered, until it is freed. Views and autograd keep a storage live;
-    FSDP2's resizing is tracked. Older storages count if they get a category. Buffers inside operators are invisible."""
+    """Follows each new storage on a device while entered, until it is freed. Views and autograd
+    keep a storage live; FSDP2's resizing is tracked. Older storages count if they get a category.
+    Buffers inside operators are invisible."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.live: dict[int, tuple[weakref.ref, Allocation]] = {}  # by the address of the C++ storage
+        # By the address of the C++ storage.
+        self.live: dict[int, tuple[weakref.ref, Allocation]] = {}
 
     def __enter__(self) -> Self:
         self.callback(self.live.clear)  # ignore storages freed later
@@ -73,40 +82,50 @@ class StorageTracker(CategoryListener):
         local = local_tensor(tensor)
         storage = local.untyped_storage()
         if storage.device == self.device and not self._update(storage, category=category):
-            self._add(storage, local, category=category)
+            self._add(storage, local, category)
 
     def record(self, storage: UntypedStorage, tensor: Tensor | None = None) -> None:
-        """Record a storage, or its new size. FSDP2 resizes storages of earlier steps from 0, so any may be new."""
+        """Record a storage, or its new size. Any may be new: FSDP2 resizes those of old steps."""
         if not self._update(storage, num_bytes=storage.nbytes()):
             frames = traceback.walk_stack(sys._getframe())
             line, category = attribute_stack(
                 (frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames
             )
-            self._add(storage, tensor, line=line, category=category or PhaseState.category)
+            self._add(storage, tensor, category or PhaseState.category, line)
 
-    def _add(self, storage: UntypedStorage, tensor: Tensor | None, **fields: Any) -> None:
-        def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
+    def _add(
+        self, storage: UntypedStorage, tensor: Tensor | None, category: str, line: str = ""
+    ) -> None:
+        def on_free(_: weakref.ref, key: int = storage_key(storage)) -> None:
             if key in self.live:
                 self.on_free(self.live.pop(key)[1])
 
-        fields |= {} if tensor is None else dtype_and_shape(tensor)
-        allocation = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **fields)
-        self.live[storage._cdata] = weakref.ref(storage, on_free), allocation
+        allocation = Allocation(storage.nbytes(), time.time_ns(), category, PhaseState.path)
+        allocation.line = line
+        if tensor is not None:
+            allocation.set_form(tensor)
+        self.live[storage_key(storage)] = weakref.ref(storage, on_free), allocation
         self.on_change(None, allocation)
 
-    def _update(self, storage: UntypedStorage, **changes: Any) -> bool:
-        """Apply `changes` from now on. Return whether the storage was recorded before."""
-        if storage._cdata not in self.live:
+    def _update(
+        self, storage: UntypedStorage, category: str | None = None, num_bytes: int | None = None
+    ) -> bool:
+        """Change what is not None from now on. Return whether the storage was recorded before."""
+        if storage_key(storage) not in self.live:
             return False
-        ref, old = self.live[storage._cdata]
-        if any(getattr(old, name) != value for name, value in changes.items()):
-            new = old.split(time.time_ns(), **changes)
-            self.live[storage._cdata] = ref, new
+        ref, old = self.live[storage_key(storage)]
+        if category is None:
+            category = old.category
+        if num_bytes is None:
+            num_bytes = old.num_bytes
+        if category != old.category or num_bytes != old.num_bytes:
+            new = old.split(time.time_ns(), category, num_bytes)
+            self.live[storage_key(storage)] = ref, new
             self.on_change(old, new)
         return True
 
     def own_tensors(self, values: Iterable[Any]) -> Iterator[Tensor]:
-        """Tensors with memory on the device, so no FakeTensors, with which DTensor computes shapes."""
+        """Tensors with memory on the device. FakeTensors, with which DTensor plans, have none."""
         for t in flatten(values):
             is_real = isinstance(t, Tensor) and not isinstance(t, FakeTensor)
             if is_real and t.device == self.device and t.layout == torch.strided:
@@ -114,7 +133,7 @@ class StorageTracker(CategoryListener):
 
 
 def flatten(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the arguments or results of an operator, which pytree would take most of a trace's time for."""
+    """Yield an operator's arguments or results. Pytree would take most of a trace's time."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from flatten(value)
@@ -132,16 +151,19 @@ class RecordOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # DTensors and quantized moments dispatch again, with their parts
-        tracker, kwargs = self.tracker, kwargs or {}
-        inputs = {tensor.untyped_storage()._cdata for tensor in tracker.own_tensors((*args, *kwargs.values()))}
+        tracker = self.tracker
+        kwargs = kwargs or {}
+        own = tracker.own_tensors((*args, *kwargs.values()))
+        inputs = {storage_key(tensor.untyped_storage()) for tensor in own}
         out = self.run(func, args, kwargs)
         for tensor in tracker.own_tensors((out,)):
             storage = tensor.untyped_storage()
-            if storage._cdata in tracker.live or storage._cdata not in inputs:  # else it is older than the step
+            # Otherwise it is older than the step.
+            if storage_key(storage) in tracker.live or storage_key(storage) not in inputs:
                 tracker.record(storage, tensor)
         return out
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return func(*args, **kwargs)
 
 
@@ -159,8 +181,9 @@ class LiveBytes(StorageTracker, MemoryMap):
 
 
 class AllocatorHistory(MemoryMap):
-    """Records the CUDA allocator's events while entered, and builds the map on exit. The allocator has sizes, not
-    shapes: only tensors with a category have a shape. `snapshot` is for PyTorch's memory viewer."""
+    """Records the CUDA allocator's events while entered, and builds the map on exit. The allocator
+    has sizes, not shapes: only tensors with a category have a shape. `snapshot` is for PyTorch's
+    memory viewer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -170,47 +193,56 @@ class AllocatorHistory(MemoryMap):
         self._initial_bytes: dict[int, int] = {}  # by address, live before recording
         self._start_ns = 0
 
-    def __enter__(self) -> "AllocatorHistory":
+    def __enter__(self) -> Self:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        segments = torch.cuda.memory._snapshot(self.device)["segments"]
-        blocks = (b for segment in segments if segment["device"] == (self.device.index or 0) for b in segment["blocks"])
-        self._initial_bytes = {b["address"]: b["size"] for b in blocks if b["state"] == "active_allocated"}
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS, device=self.device
-        )
+        for segment in snapshot_allocator(self.device)["segments"]:
+            if segment["device"] == (self.device.index or 0):
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated":
+                        self._initial_bytes[block["address"]] = block["size"]
+        record_allocator(self.device, MAX_EVENTS)
         self._start_ns = time.time_ns()
         self.push(self._stop)
         self.enter_context(listening(self))
         self.category_changed()
         return self
 
-    def _stop(self, *error: Any) -> None:
-        torch.cuda.memory._set_memory_metadata("")
+    def _stop(self, kind: type[BaseException] | None, *_: object) -> None:
+        tag_allocations("")
         self.measured_peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        self.snapshot = torch.cuda.memory._snapshot(self.device)
-        torch.cuda.memory._record_memory_history(None, device=self.device)
-        if error[0] is None:
+        self.snapshot = snapshot_allocator(self.device)
+        record_allocator(self.device, None)
+        if kind is None:
             self._build()
 
     def set_category(self, tensor: Tensor, category: str) -> None:
         local = local_tensor(tensor)
         if local.is_cuda:
-            mark = Allocation(0, time.time_ns(), category, **dtype_and_shape(local))
+            mark = Allocation(0, time.time_ns(), category)
+            mark.set_form(local)
             self._categories.append((local.untyped_storage().data_ptr(), mark))
 
     def category_changed(self) -> None:
-        """Attach category and phase to this thread's next allocations; the memory viewer shows them."""
-        torch.cuda.memory._set_memory_metadata(f"{PhaseState.category}: {'/'.join(PhaseState.path)}")
+        """Attach category and phase to this thread's next allocations, also for the viewer."""
+        path = "/".join(PhaseState.path)
+        tag_allocations(f"{PhaseState.category}: {path}")
 
     def _build(self) -> None:
         """Replay the allocator's events and the categories in order of time."""
-        newest = {address: Allocation(num_bytes, self._start_ns) for address, num_bytes in self._initial_bytes.items()}
+        newest = {
+            address: Allocation(num_bytes, self._start_ns)
+            for address, num_bytes in self._initial_bytes.items()
+        }
         self.allocations.extend(newest.values())
         trace = self.snapshot["device_traces"][self.device.index or 0]
-        events: list[tuple[int, int, Any]] = [(event["time_us"] * 1000, event["addr"], event) for event in trace]
+        events: list[tuple[int, int, Any]] = [
+            (event["time_us"] * 1000, event["addr"], event) for event in trace
+        ]
         events = [event for event in events if event[0] >= self._start_ns - CLOCK_SLACK_NS]
-        events += [(mark.start_ns + CLOCK_SLACK_NS, address, mark) for address, mark in self._categories]
+        events += [
+            (mark.start_ns + CLOCK_SLACK_NS, address, mark) for address, mark in self._categories
+        ]
         for at_ns, address, event in sorted(events, key=lambda event: event[0]):
             allocation = newest.get(address)
             if isinstance(event, Allocation):
@@ -224,21 +256,25 @@ class AllocatorHistory(MemoryMap):
 
     def _add(self, event: dict[str, Any], at_ns: int) -> Allocation:
         num_bytes = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
-        line, fsdp_category = attribute_stack((f["filename"], f["line"], f["name"]) for f in event["frames"])
-        category, _, names = event.get("user_metadata", "").partition(": ")
-        path = tuple(names.split("/")) if names else ()
-        self.allocations.append(
-            Allocation(num_bytes, at_ns, fsdp_category or category or MemoryCategory.OTHER, path, line=line)
+        line, fsdp_category = attribute_stack(
+            (f["filename"], f["line"], f["name"]) for f in event["frames"]
         )
+        category, _, names = event.get("user_metadata", "").partition(": ")
+        category = fsdp_category or category or MemoryCategory.OTHER
+        path = tuple(names.split("/")) if names else ()
+        self.allocations.append(Allocation(num_bytes, at_ns, category, path, line=line))
         return self.allocations[-1]
 
     def _apply_category(self, allocation: Allocation, mark: Allocation) -> Allocation:
         """Keep the shape of the largest tensor; a new category starts a new allocation."""
         if not allocation.dtype or math.prod(mark.shape) > math.prod(allocation.shape):
-            allocation.dtype, allocation.shape = mark.dtype, mark.shape
+            allocation.dtype = mark.dtype
+            allocation.shape = mark.shape
         if mark.category == allocation.category:
             return allocation
-        self.allocations.append(allocation.split(mark.start_ns, category=mark.category))
+        self.allocations.append(
+            allocation.split(mark.start_ns, mark.category, allocation.num_bytes)
+        )
         return self.allocations[-1]
 
 
@@ -247,35 +283,35 @@ class AllocatorHistory(MemoryMap):
 _PACKAGE = str(Path(ithaka.__file__).parent)
 _PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
-GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
+# Parts of FSDP2's names.
+GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")
 
 
 def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, MemoryCategory | None]:
-    """The innermost line of our or user code, and the category if FSDP2 allocated. `frames`: innermost first."""
+    """Return the first line of our or user code, and the category if FSDP2 allocated."""
     category = None
     for file, line, function in frames:
         name = _display_name(file)
         if name is not None:
             return f"{name}:{line} in {function}", category
         if "/torch/distributed/fsdp/" in file:
-            is_gradient = any(part in function for part in GRADIENT_FUNCTIONS)
-            category = MemoryCategory.GRADIENTS if is_gradient else category or MemoryCategory.UNSHARDED
+            category = category or MemoryCategory.UNSHARDED
+            if any(part in function for part in GRADIENT_FUNCTIONS):
+                category = MemoryCategory.GRADIENTS
     return "", category
 
 
 @cache
 def _display_name(file: str) -> str | None:
-    """A path relative to the package's parent, or folder/file for user code; None for libraries and the profiler."""
+    """The path in the package, or folder/file of user code; None for libraries and the profiler."""
     if not file.endswith(".py") or file.startswith(("<", *_PROFILER)):
         return None
     if file.startswith(_PACKAGE):
         return str(Path(file).relative_to(Path(_PACKAGE).parent))
-    return None if any(part in file for part in _LIBRARIES) else "/".join(Path(file).parts[-2:])
+    if any(part in file for part in _LIBRARIES):
+        return None
+    return "/".join(Path(file).parts[-2:])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def dtype_and_shape(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}

@@ -62,22 +62,30 @@ class Allocation:
     line: str = ""  # source line that allocated it
     stop_ns: int = NOT_FREED
 
-    def split(self, at_ns: int, **changes: Any) -> "Allocation":
-        """End this allocation and return its continuation, with `changes`."""
+    def set_form(self, tensor: Tensor) -> None:
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.shape = tuple(tensor.shape)
+
+    def split(self, at_ns: int, category: str, num_bytes: int) -> "Allocation":
+        """End this allocation and return its continuation."""
         at_ns = min(max(at_ns, self.start_ns), self.stop_ns)
-        rest = replace(self, start_ns=at_ns, **changes)
+        rest = replace(self, start_ns=at_ns, category=category, num_bytes=num_bytes)
         self.stop_ns = at_ns
         return rest
 
 
-def state_tensors(optimizer: Optimizer | None, params: set[Any] | None = None) -> Iterator[Tensor]:
+def state_tensors(
+    optimizer: Optimizer | None, params: set[nn.Parameter] | None = None
+) -> Iterator[Tensor]:
     """This rank's tensors of an optimizer's state, of these parameters only if they are passed."""
-    for param, state in optimizer.state.items() if optimizer is not None else ():
-        for value in state.values() if params is None or param in params else ():
-            yield from _parts(value.to_local() if isinstance(value, DTensor) else value)
+    states = optimizer.state if optimizer is not None else {}
+    for param, state in states.items():
+        if params is None or param in params:
+            for value in state.values():
+                yield from _parts(value.to_local() if isinstance(value, DTensor) else value)
 
 
-def _parts(value: Any) -> Iterator[Tensor]:
+def _parts(value: object) -> Iterator[Tensor]:
     """The tensors of a wrapper, such as quantized moments."""
     if hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
@@ -90,7 +98,7 @@ class CategoryListener(Listener, ExitStack):
     """Attributes memory to categories while entered."""
 
     def set_state_categories(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
+        """Attribute what is live before the step: parameters, buffers and optimizer states."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.set_category(tensor, MemoryCategory.PARAMETERS)
         for tensor in state_tensors(optimizer):
@@ -108,15 +116,17 @@ class MemoryMap(PhaseLog, CategoryListener):
 
     def events(self) -> list[tuple[int, int, Allocation]]:
         """(time in ns, bytes gained or lost, allocation), sorted by time."""
+        freed = [item for item in self.allocations if item.stop_ns < NOT_FREED]
         events = [(item.start_ns, item.num_bytes, item) for item in self.allocations]
-        events += [(item.stop_ns, -item.num_bytes, item) for item in self.allocations if item.stop_ns < NOT_FREED]
+        events += [(item.stop_ns, -item.num_bytes, item) for item in freed]
         return sorted(events, key=lambda event: event[:2])
 
     def peak(self) -> tuple[int, int]:
-        """Peak bytes, and the last time in ns at which they were live: by then, new tensors have a category."""
+        """Peak bytes, and the last ns at which they were live, when new tensors have a category."""
         events = self.events()
         totals = accumulate(num_bytes for _, num_bytes, _ in events)
-        return max(((total, at_ns) for total, (at_ns, _, _) in zip(totals, events, strict=True)), default=(0, 0))
+        times = (at_ns for at_ns, _, _ in events)
+        return max(zip(totals, times, strict=True), default=(0, 0))
 
     def phase_peaks(self) -> dict[PhasePath, int]:
         """Peak bytes while each phase was open, over all its occurrences."""
@@ -125,7 +135,8 @@ class MemoryMap(PhaseLog, CategoryListener):
         peaks: Counter[PhasePath] = Counter()
         live_bytes = 0
         for at_ns, num_bytes in sorted(changes, key=lambda change: change[0]):
-            live_bytes, path = live_bytes + num_bytes, self.phase_at(at_ns)
+            live_bytes += num_bytes
+            path = self.phase_at(at_ns)
             for depth in range(1, len(path) + 1):
                 peaks[path[:depth]] = max(peaks[path[:depth]], live_bytes)
         return peaks
@@ -138,37 +149,50 @@ class MemoryMap(PhaseLog, CategoryListener):
     def describe(self, planned: dict[str, int]) -> dict[str, Any]:
         """The map for profile.json; times are seconds since the first phase.
 
-        `time_s`, `holders` and `moments`: samples of bytes by category, and their phases. `phases`: spans of each
-        layer's forward and backward, the loss and the optimizer. `peak`: when it was, what was live, and the plan.
+        `time_s`, `holders` and `moments`: samples of bytes by category, and their phases. `phases`:
+        spans of each layer's forward and backward, the loss and the optimizer. `peak`: when it was,
+        what was live, and the plan.
         """
-        times = [at_ns for at_ns, _ in self.phase_changes] + [at_ns for at_ns, _, _ in self.events()]
-        start_ns, stop_ns = times[0], max(times)  # states are older than the first phase
+        times = [at_ns for at_ns, _ in self.phase_changes]
+        times += [at_ns for at_ns, _, _ in self.events()]
+        start_ns = times[0]  # of the first phase; states are older
+        stop_ns = max(times)
         samples = self._sample(start_ns, stop_ns)
-        used = [category for category in MemoryCategory if any(sizes[category] for _, sizes in samples)]
+        holders = {}
+        for category in MemoryCategory:
+            sizes = [sample[category] for _, sample in samples]
+            if any(sizes):
+                holders[category] = sizes
+        phases = [
+            {
+                "name": " ".join(path),
+                "start_s": (start - start_ns) / 1e9,
+                "stop_s": (stop - start_ns) / 1e9,
+            }
+            for path, start, stop in self.spans()
+            if len(path) == 1 + path[0].startswith("layer ")
+        ]
         peak_ns, at_peak = max(samples, key=lambda sample: (sample[1].total(), sample[0]))
+        peak = {
+            "num_bytes": at_peak.total(),
+            "measured_bytes": self.measured_peak_bytes,
+            "time_s": max(peak_ns - start_ns, 0) / 1e9,
+            "step_s": (stop_ns - start_ns) / 1e9,
+            "phase": " / ".join(self.phase_at(peak_ns)),
+            "holders": {category: at_peak[category] for category in holders if at_peak[category]},
+            "planned": planned,
+            "largest": _group_largest(self.live_at(peak_ns)),
+        }
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in samples],
-            "holders": {category: [sizes[category] for _, sizes in samples] for category in used},
+            "holders": holders,
             "moments": [" / ".join(self.phase_at(at_ns)) for at_ns, _ in samples],
-            "phases": [
-                {"name": " ".join(path), "start_s": (start - start_ns) / 1e9, "stop_s": (stop - start_ns) / 1e9}
-                for path, start, stop in self.spans()
-                if len(path) == 1 + path[0].startswith("layer ")
-            ],
-            "peak": {
-                "num_bytes": at_peak.total(),
-                "measured_bytes": self.measured_peak_bytes,
-                "time_s": max(peak_ns - start_ns, 0) / 1e9,
-                "step_s": (stop_ns - start_ns) / 1e9,
-                "phase": " / ".join(self.phase_at(peak_ns)),
-                "holders": {category: at_peak[category] for category in used if at_peak[category]},
-                "planned": planned,
-                "largest": _group_largest(self.live_at(peak_ns)),
-            },
+            "phases": phases,
+            "peak": peak,
         }
 
     def _sample(self, start_ns: int, stop_ns: int) -> list[tuple[int, Counter[str]]]:
-        """Time and bytes by category at the highest point of each of MAP_POINTS intervals, so the peak is included."""
+        """Time and bytes by category at the highest point of each of MAP_POINTS intervals."""
         width_ns = max((stop_ns - start_ns) / MAP_POINTS, 1)
         sizes: Counter[str] = Counter()
         highest: dict[int, tuple[int, Counter[str]]] = {}
@@ -194,7 +218,7 @@ def sum_planned_by_category(plan: Plan) -> dict[str, int]:
 
 
 def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
-    """The largest groups of allocations with the same category, line, and shape (size, if the shape is not known)."""
+    """The largest groups of allocations with the same category, line, and shape (or size)."""
     groups: dict[tuple[str, str, str], list[Allocation]] = {}
     for item in live:
         form = f"{item.dtype} {list(item.shape)}" if item.dtype else format_bytes(item.num_bytes)
@@ -202,7 +226,8 @@ def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for (category, form, line), group in groups.items():
         phase = f"({' / '.join(group[-1].phase)})" if group[-1].phase else ""
-        num_bytes, made_by = sum(item.num_bytes for item in group), f"{line} {phase}".strip() or "before the step"
+        num_bytes = sum(item.num_bytes for item in group)
+        made_by = f"{line} {phase}".strip() or "before the step"
         what = f"{len(group)} x {form}" if len(group) > 1 else form
         rows.append({"holder": category, "num_bytes": num_bytes, "what": what, "made_by": made_by})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:NUM_LARGEST]
@@ -210,7 +235,8 @@ def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
 
 def format_peak(peak: dict[str, Any]) -> str:
     """The `peak` entry of `MemoryMap.describe` as text."""
-    total, planned = peak["num_bytes"], peak["planned"]
+    total = peak["num_bytes"]
+    planned = peak["planned"]
     percent = 100 * peak["time_s"] / max(peak["step_s"], 1e-9)
     summary = f"Peak: {format_bytes(total)} in phase {peak['phase'] or 'none'}, "
     summary += f"{peak['time_s']:.2f} s into a step of {peak['step_s']:.2f} s ({percent:.0f}%)"

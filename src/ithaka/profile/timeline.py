@@ -1,4 +1,4 @@
-"""When the device reaches a phase, and progress in a step. On a GPU the host runs ahead, so times are CUDA events."""
+"""When the device, which the host runs ahead of, reaches a phase; progress in a step."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,17 +16,18 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 
 T = TypeVar("T")
+Mark = torch.cuda.Event | float  # on a CPU, a time
 
 
 class DeviceTimeline(Generic[T]):
-    """Marks in the order the host records them, each with an item. A mark is a CUDA event, reached when the device
-    passes it; on a CPU it is a time, reached at once."""
+    """Marks in the order the host records them, each with an item. A CUDA event is reached when the
+    device passes it, a time at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self._pending: deque[tuple[Any, T]] = deque()
+        self._pending: deque[tuple[Mark, T]] = deque()
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """Record a mark in the current stream, without an item."""
         if not self.on_gpu:
             return time.perf_counter()
@@ -34,28 +35,36 @@ class DeviceTimeline(Generic[T]):
         event.record()
         return event
 
-    def push(self, item: T) -> Any:
+    def push(self, item: T) -> Mark:
         """Record a mark that `pop_reached` returns with `item`."""
         mark = self.mark()
         self._pending.append((mark, item))
         return mark
 
-    def pop_reached(self) -> Iterator[tuple[Any, T]]:
-        while self._pending and (not self.on_gpu or self._pending[0][0].query()):
+    def pop_reached(self) -> Iterator[tuple[Mark, T]]:
+        while self._pending:
+            mark, _ = self._pending[0]
+            if not isinstance(mark, int | float) and not mark.query():
+                return
             yield self._pending.popleft()
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Time between two marks that the device has reached."""
-        return start.elapsed_time(end) / 1000 if self.on_gpu else end - start
+        if isinstance(start, int | float) and isinstance(end, int | float):
+            return end - start
+        assert not isinstance(start, int | float) and not isinstance(end, int | float)
+        return start.elapsed_time(end) / 1000
 
 
 class PhaseTimer(Listener):
     """Seconds of each phase on the device and, on a GPU, the allocator's peak bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.peaks, self._timeline = device, Counter[PhasePath](), DeviceTimeline[None](device)
-        self._open: dict[PhasePath, Any] = {}  # the start's mark
-        self._spans: list[tuple[PhasePath, Any, Any]] = []  # with the marks of start and end
+        self.device = device
+        self.peaks = Counter[PhasePath]()
+        self._timeline = DeviceTimeline[None](device)
+        self._open: dict[PhasePath, Mark] = {}  # the start's mark
+        self._spans: list[tuple[PhasePath, Mark, Mark]] = []  # with the marks of start and end
 
     def enter(self, path: PhasePath) -> None:
         self._update_peaks()
@@ -68,8 +77,10 @@ class PhaseTimer(Listener):
     def _update_peaks(self) -> None:
         """Attribute the peak since the last call to all open phases."""
         if self.device.type == "cuda":
-            # max_memory_allocated() builds a flat dictionary first, which takes the host longer than a phase.
-            peak = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"]
+            # max_memory_allocated() builds a flat dictionary first, which takes the host longer
+            # than a phase.
+            stats = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
+            peak = stats["allocated_bytes"]["all"]["peak"]
             torch.cuda.reset_peak_memory_stats(self.device)
             self.peaks |= Counter(dict.fromkeys(self._open, peak))  # the maximum of both
 
@@ -91,22 +102,31 @@ class StepProgress:
 
 
 class Progress(Listener):
-    """Calls `report` every `every_s` seconds of a step, in a background thread. `plan`: of one micro-step."""
+    """Calls `report` every `every_s` seconds of a step, in a thread. `plan`: of one micro-step."""
 
     every_s = 30.0
 
     def __init__(
-        self, plan: Plan, micro_steps: int, device: torch.device, report: Callable[[StepProgress], None]
+        self,
+        plan: Plan,
+        micro_steps: int,
+        device: torch.device,
+        report: Callable[[StepProgress], None],
     ) -> None:
-        self.device, self.report = device, report
-        self.shares = {path: share / micro_steps for path, share in compute_planned_shares(plan).items()}
+        self.device = device
+        self.report = report
+        shares = compute_planned_shares(plan)
+        self.shares = {path: share / micro_steps for path, share in shares.items()}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)  # with phase and share done
+        # With the phase and the share done.
+        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)
         self._reached: tuple[PhasePath, float] = ((), 0.0)
-        self._done, stop = 0.0, threading.Event()
-        thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True, name="progress")
+        self._done = 0.0
+        stop = threading.Event()
+        args = (number, stop)
+        thread = threading.Thread(target=self._watch, args=args, daemon=True, name="progress")
         thread.start()
         try:
             with listening(self):
@@ -116,7 +136,7 @@ class Progress(Listener):
             thread.join()
 
     def enter(self, path: PhasePath) -> None:
-        # Report a layer's direction, its stages and everything outside layers; other phases change too often.
+        # A layer's direction, its stages and what is outside layers; others change too often.
         if len(path) in (2, 4) or not path[0].startswith("layer "):
             self._timeline.push((path, self._done))
 
@@ -133,23 +153,30 @@ class Progress(Listener):
 
     def _watch(self, step: int, stop: threading.Event) -> None:
         use_device(self.device)
-        start, share, share_s = time.monotonic(), 0.0, 0.0  # share_s: when `share` was reached
+        start = time.monotonic()
+        share = 0.0
+        share_s = 0.0  # when `share` was reached
         while not stop.wait(self.every_s):
             path, done = self.update()
             elapsed_s = time.monotonic() - start
             if done > share:
-                share, share_s = done, elapsed_s
-            eta_s = max(0.0, share_s / share - elapsed_s) if share else None  # counts down within a layer
+                share = done
+                share_s = elapsed_s
+            # It counts down within a layer.
+            eta_s = max(0.0, share_s / share - elapsed_s) if share else None
             self.report(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, eta_s))
 
 
 def compute_planned_shares(plan: Plan) -> dict[PhasePath, float]:
     """Shares of a micro-step's planned time: each layer's forward and backward, and the loss."""
     seconds: dict[PhasePath, float] = {}
-    keeps = plan.layout.layer_policies(plan.shape.num_layers)
-    for i, (mixer, kept) in enumerate(zip(plan.shape.mixers, keeps, strict=True)):
-        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, mixer, kept)
-        seconds |= {(f"layer {i}", "forward"): forward.total, (f"layer {i}", "backward"): backward.total}
+    shape = plan.shape
+    layout = plan.layout
+    keeps = layout.layer_policies(shape.num_layers)
+    for i, (mixer, kept) in enumerate(zip(shape.mixers, keeps, strict=True)):
+        forward, backward = layer_seconds(shape, layout, plan.hardware, plan.work, mixer, kept)
+        seconds[f"layer {i}", "forward"] = forward.total
+        seconds[f"layer {i}", "backward"] = backward.total
     total = plan.seconds.total - plan.seconds.update
     seconds[("loss forward",)] = total - sum(seconds.values())
     return {path: path_s / total for path, path_s in seconds.items()}

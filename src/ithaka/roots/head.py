@@ -1,41 +1,50 @@
-"""The forward of a language model after its layers: whether its head is linear, and its load-balancing loss.
+"""A language model's forward after its layers: is its head linear, and what balances its experts?
 
 Shapes as in layer/schedule.py.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.blocks.linear import is_linear
 from ithaka.blocks.routing import LoadBalancingLoss, no_router_logits
+from ithaka.foreign.hugging_face import recorded_outputs
 from ithaka.roots.recorder import refusal
 from ithaka.weights.adapters import find_decoder
 
 
 def run_after_layers(
-    model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module, router_logits: Any = None, **inputs: Any
-) -> Any:
+    model: PreTrainedModel,
+    hidden: Tensor,
+    lm_head: nn.Module,
+    router_logits: tuple[Tensor, ...] | None = None,
+    **inputs: object,
+) -> ModelOutput:
     """Run the model's forward with another head, and with a base model that returns `hidden`."""
-    base, own_head = model.model, model.lm_head
+    base = model.model
+    own_head = model.lm_head
     result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
     base.forward = lambda *args, **kwargs: result
-    inputs = no_router_logits(find_decoder(model).config) | inputs
+    options = no_router_logits(find_decoder(model).config) | inputs
     model._modules["lm_head"] = lm_head
-    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
+    # A forward may read its shape, not its values.
+    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")
     try:
-        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
+        return type(model).forward(model, input_ids=ids, use_cache=False, **options)
     finally:
         model._modules["lm_head"] = own_head
         del base.forward
 
 
 def has_linear_head(model: PreTrainedModel) -> bool:
-    hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
+    hidden = torch.randn(1, 2, 4, dtype=torch.float32)
+    logits = torch.randn(1, 2, 3, dtype=torch.float32)
     head = _Constant(logits)
     try:
         with torch.enable_grad():
@@ -44,45 +53,49 @@ def has_linear_head(model: PreTrainedModel) -> bool:
         problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
         raise refusal(model, problem) from error
     if found.requires_grad or head.input.requires_grad:
-        raise refusal(model, "has trained parameters after its layers other than its last norm and lm_head")
-    return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
+        problem = "has trained parameters after its layers other than its last norm and lm_head"
+        raise refusal(model, problem)
+    is_unchanged = torch.equal(head.input, hidden) and torch.equal(found, logits)
+    return is_unchanged and is_linear(model.lm_head)
 
 
 def find_balancing_loss(model: PreTrainedModel, num_layers: int) -> LoadBalancingLoss | None:
-    """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
+    """The load-balancing loss, if the configuration has it; refuses one that is not the usual."""
     base = find_decoder(model)
     config = base.config
     if not getattr(config, "output_router_logits", False):
         return None
-    recorder = (base._can_record_outputs or {}).get("router_logits")
+    recorder = recorded_outputs(base).get("router_logits")
     top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
     if not isinstance(recorder, OutputRecorder) or top_k is None:
-        raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
+        problem = "has output_router_logits=True, but does not record its routers as usual"
+        raise refusal(model, problem)
     logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
-    hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
+    hidden = torch.randn(1, 5, 4, dtype=torch.float32)
+    labels = torch.zeros(1, 5, dtype=torch.long)
     head = _Constant(torch.zeros(1, 5, config.vocab_size, dtype=torch.float32))
-    outputs = [
-        run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
-        for on in (False, True)
-    ]
+    run = partial(run_after_layers, model, hidden, head, tuple(logits), labels=labels)
+    without = run(output_router_logits=False).loss
+    added = run(output_router_logits=True).loss - without
     # TRL may have changed the configuration's coefficient, which the model does not read again.
-    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    coefficient = getattr(model, "router_aux_loss_coef", coefficient)
     balancing = LoadBalancingLoss(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
         balancing.add(layer_logits, slice(0, 5))
-    added = outputs[1].loss - outputs[0].loss
     if not torch.allclose(added, coefficient * balancing.mean_loss(), rtol=1e-3, atol=1e-5):
-        raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
+        problem = "another load-balancing loss than the usual one"
+        raise refusal(model, f"has output_router_logits=True, but {problem}")
     return balancing
 
 
 class _BaseModelOutput(dict):
-    """The output of a base model that did nothing: the given hidden states, and None for everything else."""
+    """The output of a base model that did nothing: its hidden states, and None for all else."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | tuple[Tensor, ...] | None:
         return self.get(name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: str | int) -> Tensor | tuple[Tensor, ...] | None:
         return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
 
 
@@ -91,13 +104,15 @@ class BareModule(nn.Module):
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.module, self.forward = module, forward
+        self.module = module
+        self.forward = forward
 
 
 class _Constant(nn.Module):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self.value, self.input = value, value.new_empty(0)
+        self.value = value
+        self.input = value.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.input = x

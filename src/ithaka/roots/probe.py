@@ -1,31 +1,33 @@
 """Check that a layer's schedule computes what a model does, and reject what would differ.
 
-Nothing here knows a model family. With recorded arguments (roots/recorder.py), one layer of each kind runs on a few
-tokens, as the schedule runs it and as transformers does. Then two layers run with everything around them. All
+With recorded arguments (roots/recorder.py), one layer of each kind runs on a few tokens, as the
+schedule runs it and as transformers does. Then two layers run with everything around them. All
 outputs and gradients must agree. Experts and MLPs are small copies where their structure allows.
 """
 
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.blocks.block import BlockSpec
-from ithaka.blocks.find import find_blocks
 from ithaka.blocks.norm import NormSpec
+from ithaka.blocks.replace import find_blocks
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
 from ithaka.exits import is_out_of_memory
+from ithaka.foreign.hugging_face import init_module, set_attention
+from ithaka.foreign.torch_core import pytree
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
@@ -47,13 +49,13 @@ from ithaka.roots.recorder import (
     shrink,
     token_dims,
 )
-from ithaka.roots.results import Mismatch, compare_results
+from ithaka.roots.results import Mismatch, Results, compare_results
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.roots.shortcuts import Shortcuts
 from ithaka.weights.adapters import find_decoder
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
-# Rounding may flip a token's expert or the side of a clamp; with all of these seeds, that is unlikely.
+# Rounding may flip a token's expert or the side of a clamp, but hardly with all of these seeds.
 SEEDS = (1, 11, 21)
 
 
@@ -61,10 +63,10 @@ SEEDS = (1, 11, 21)
 
 
 class _Probe:
-    """Runs a copy of one layer, with random weights, as the schedule does and as transformers does."""
+    """Runs a copy of one layer, with random weights, as the schedule and as transformers do."""
 
     spec: LayerSpec
-    output: Any  # what transformers computes at position 0
+    output: Tensor  # what transformers computes at position 0
 
     def __init__(
         self,
@@ -77,23 +79,33 @@ class _Probe:
         is_small: bool = True,
         seed: int = SEEDS[0],
     ) -> None:
-        self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
-        self.device, self.name = device, f"model.layers.{index}"
+        self.model = model
+        self.index = index
+        self.dims = dims
+        self.recorder = recorder
+        self.device = device
+        self.name = f"model.layers.{index}"
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
-        self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+        self.float_leaves = [
+            i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
         self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small, seed)
         self.slower: list[str] = []
         self.has_mismatch = False  # a block was left out because results differ
-        self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
+        self.theirs: Results = {}  # what transformers computes at position 0
 
     def run(self) -> None:
         """Find the layer's spec; raise ConfigError if the schedule differs from transformers."""
         try:
             spec = self._read_call()
-            passes, arguments = LayerPasses(self.name, self.layer, spec), self._arguments(0, LENGTHS[0], LENGTHS[0])
+            passes = LayerPasses(self.name, self.layer, spec)
+            arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
             captures = range(len(spec.mixers))
-            blocks = find_blocks(self.layer, lambda: [passes.capture(self._input(), arguments, i) for i in captures])
-            self.spec = self._find_skippable(spec, [block.path for block in blocks if isinstance(block, NormSpec)])
+            blocks = find_blocks(
+                self.layer, lambda: [passes.capture(self._input(), arguments, i) for i in captures]
+            )
+            norms = [block.path for block in blocks if isinstance(block, NormSpec)]
+            self.spec = self._find_skippable(spec, norms)
             self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
             if not torch.equal(self.output, again):
                 raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
@@ -113,32 +125,33 @@ class _Probe:
             raise refusal(self.model, problem) from error
 
     def _use_blocks(self, blocks: tuple[BlockSpec, ...]) -> None:
-        """Use blocks where results stay the same, and find out what the passes may leave out."""
+        """Use blocks where results stay the same; find out what passes may leave out."""
         self.theirs = self._run_transformers(0)
         for fallback in dict.fromkeys(block.fallback for block in blocks):
             group = [block for block in blocks if block.fallback == fallback]
-            self._try(fallback, blocks=(*self.spec.blocks, *group))
+            self._try(replace(self.spec, blocks=(*self.spec.blocks, *group)), fallback)
         if not self.spec.blocks:
             self._compare(0)
         if self.spec.has_mlp_block:
-            self._try("", skips_mlp=True)
-        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again
+            self._try(replace(self.spec, skips_mlp=True))
+        # Selects our attention again.
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()
         self.spec = Shortcuts(self.layer, self.spec, self._input(), arguments).find()
 
-    def _try(self, effect: str, **changes: Any) -> bool:
-        """Change the spec, unless results would differ. `effect`: what that means for the layer, if it is a loss."""
-        spec, self.spec = self.spec, replace(self.spec, **changes)
+    def _try(self, changed: LayerSpec, effect: str = "") -> None:
+        """Use another spec, unless results would differ. `effect` of not using it, if it is bad."""
+        spec = self.spec
+        self.spec = changed
         try:
             self._compare(0)
-            return True
         except Exception as error:
-            self.spec, self.has_mismatch = spec, self.has_mismatch or (bool(effect) and isinstance(error, Mismatch))
+            self.spec = spec
+            self.has_mismatch = self.has_mismatch or (bool(effect) and isinstance(error, Mismatch))
             if effect or not isinstance(error, ConfigError):
                 self._note(effect or "computes more than it needs", error)
-            return False
 
     def _note(self, effect: str, error: Exception) -> None:
-        """Note why the layer runs slower than others. Raises the error if it says nothing about the layer."""
+        """Note why the layer runs slower. Raises the error if it says nothing about the layer."""
         if is_out_of_memory(error):
             raise error
         self.slower.append(f"{effect} ({type(error).__name__}: {error})")
@@ -146,11 +159,10 @@ class _Probe:
     def matches(self, index: int) -> bool:
         """Whether the layer computes the same at another index."""
         own = self.index
+        spec = LayerSpec(self.spec.mixers, token_dims=self.dims, forward=self.spec.forward)
         try:
             self._set_index(index)
-            same = self._read_call() == replace(
-                LayerSpec(self.spec.mixers, token_dims=self.dims), forward=self.spec.forward
-            )
+            same = self._read_call() == spec
             other = self._run_forward(0)[0]
         except Exception as error:
             if is_out_of_memory(error):
@@ -166,48 +178,54 @@ class _Probe:
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = index
 
-    def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> LayerInputs:
+    def _arguments(
+        self, first: int, length: int, end: int, attention: str = ATTENTION
+    ) -> LayerInputs:
         _, args, kwargs = self.recorder.call(length, first, attention, end)[self.index]
-        dims = self.dims if attention == ATTENTION else [None] * len(pytree.tree_leaves((args, kwargs)))
+        dims = self.dims
+        if attention != ATTENTION:
+            dims = (None,) * len(pytree.tree_leaves((args, kwargs)))
         inputs = LayerInputs.pack(args, kwargs, dims, length)
-        leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
+        leaves = _to_device(inputs.leaves, self.device)
         for i in self.float_leaves:
             leaves[i] = leaves[i].detach().requires_grad_()
         return replace(inputs, leaves=leaves)
 
     def _input(self) -> Tensor:
         D = self.recorder.calls[self.index][0].shape[-1]
-        generator = torch.Generator().manual_seed(2)
-        return torch.randn(LENGTHS[0], D, generator=generator, dtype=torch.float32).to(self.device).requires_grad_()
+        return _randn((LENGTHS[0], D), 2, self.device).requires_grad_()
 
     def _read_call(self) -> LayerSpec:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         if len(find_masks(arguments)) > 1:
             raise refusal(self.model, f"passes several masks to {self.name}")
         passes = LayerPasses(self.name, self.layer, LayerSpec(), taps=find_taps(self.layer))
-        calls = [passes.find_call(self._input(), arguments, index) for index in range(len(passes.taps))]
-        self.taps = [tap for tap, call in zip(passes.taps, calls, strict=True) if call is not None]
-        spec = read_calls(self.model, self.name, [call for call in calls if call is not None], arguments)
+        self.taps = []
+        calls = []
+        for index, tap in enumerate(passes.taps):
+            call = passes.find_call(self._input(), arguments, index)
+            if call is not None:
+                self.taps.append(tap)
+                calls.append(call)
+        spec = read_calls(self.model, self.name, calls, arguments)
         return replace(spec, token_dims=self.dims)
 
     def _find_skippable(self, spec: LayerSpec, norms: Sequence[str]) -> LayerSpec:
-        """Find the linear maps and norms that the layer's output does not depend on, given the mixer's output."""
+        """Find the linear maps and norms that only feed the mixer: given its output, the layer's
+        does not depend on them."""
         results: dict[str, Tensor] = {}
         modules = dict(self.layer.named_modules())
         paths = [*(path for path, module in modules.items() if type(module) is nn.Linear), *norms]
 
-        def keep(path: str) -> Callable[..., Tensor]:
-            def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-                results[path] = out if out.requires_grad else out.requires_grad_()
-                return results[path]
+        def keep(path: str, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+            results[path] = out if out.requires_grad else out.requires_grad_()
+            return results[path]
 
-            return hook
-
-        hooks = [modules[path].register_forward_hook(keep(path)) for path in paths]
+        hooks = [modules[path].register_forward_hook(partial(keep, path)) for path in paths]
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         with torch.enable_grad(), ExitStack() as stack:
             for tap, mixer in zip(self.taps, spec.mixers, strict=True):
-                sizes = LENGTHS[0], mixer.num_heads, mixer.v_head_dim
+                sizes = (LENGTHS[0], mixer.num_heads, mixer.v_head_dim)
                 out = torch.randn(sizes, dtype=torch.float32, device=self.device)
                 arguments = stack.enter_context(tap.resume(arguments, out))
             args, kwargs = arguments.unpack()
@@ -229,7 +247,8 @@ class _Probe:
         theirs = dict(self.theirs) if first == 0 and self.theirs else self._run_transformers(first)
         for name, buffer in self.layer.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
-                raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
+                problem = f"changes the buffer {name} of {self.name} in its forward"
+                raise refusal(self.model, problem)
         if self.spec.skips_mlp:
             del theirs["output"]
         try:
@@ -240,12 +259,16 @@ class _Probe:
             problem = f"has a layer {self.name} that makes no attention call"
             raise type(error)(*refusal(self.model, problem).args) from None
 
-    def _run_schedule(self, first: int) -> dict[str, Tensor | None]:
-        num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
+    def _run_schedule(self, first: int) -> Results:
+        num_tokens = LENGTHS[0]
+        spec = self.spec
+        x = self._input()
         passes = LayerPasses(self.name, self.layer, spec)
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
-        arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
+        arguments = [
+            self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts
+        ]
         try:
             with torch.enable_grad():
                 outs = []
@@ -255,51 +278,57 @@ class _Probe:
                         for rows, args in zip(parts, arguments, strict=True)
                     ]
                     outs.append(mixer.run_reference(captured))
+                ys = []
                 with passes.experts.repeat_tile(deque(), spec.skips_mlp):
-                    ys = [
-                        passes.resume(x[rows], [out[rows] for out in outs], args)
-                        for rows, args in zip(parts, arguments, strict=True)
-                    ]
+                    for rows, args in zip(parts, arguments, strict=True):
+                        ys.append(passes.resume(x[rows], [out[rows] for out in outs], args))
             return self._gradients(torch.cat(ys), x, arguments)
         finally:
             passes.restore()
 
-    def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
+    def _run_transformers(self, first: int) -> Results:
         y, x, arguments = self._run_forward(first)
         return self._gradients(y, x, [arguments])
 
     def _run_forward(self, first: int) -> tuple[Tensor, Tensor, LayerInputs]:
         """Run the layer as transformers does; return its output, input and arguments."""
-        x, num_tokens = self._input(), LENGTHS[0]
+        x = self._input()
+        num_tokens = LENGTHS[0]
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
-        self.recorder.config._attn_implementation = "eager"
+        set_attention(self.recorder.config, "eager")
         args, kwargs = arguments.unpack()
         with torch.enable_grad(), _running_plainly(self.layer):
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
-        before = arguments.unpack()
-        named = [(name, kwargs.get(name), before[1].get(name)) for name in kwargs | before[1]]
-        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *named):
-            (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
-            if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
-                raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
+        old_args, old_kwargs = arguments.unpack()
+        named = [(name, kwargs.get(name), old_kwargs.get(name)) for name in kwargs | old_kwargs]
+        for where, value, old in (*zip(range(len(args)), args, old_args, strict=True), *named):
+            leaves, tree_spec = pytree.tree_flatten(value)
+            old_leaves, old_spec = pytree.tree_flatten(old)
+            if tree_spec != old_spec or [*map(id, leaves)] != [*map(id, old_leaves)]:
+                problem = f"has a layer {self.name} that changes its argument {where}"
+                raise refusal(self.model, problem)
         return (y[0] if isinstance(y, tuple) else y).squeeze(0), x, arguments
 
-    def _gradients(self, y: Tensor, x: Tensor, arguments: list[LayerInputs]) -> dict[str, Tensor | None]:
-        """Return the output and all gradients, by name. Those of arguments are joined along their tokens."""
-        params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
-        leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
-        generator = torch.Generator().manual_seed(3)
-        dy = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(self.device)
-        inputs = [x, *params.values(), *(leaf for parts in leaves.values() for leaf in parts)]
+    def _gradients(self, y: Tensor, x: Tensor, arguments: list[LayerInputs]) -> Results:
+        """Return the output and all gradients. Those of arguments are joined along their tokens."""
+        params = {
+            name: param for name, param in self.layer.named_parameters() if param.requires_grad
+        }
+        leaves = [args.leaves[i] for i in self.float_leaves for args in arguments]
+        dy = _randn(y.shape, 3, self.device)
+        inputs = [x, *params.values(), *leaves]
         dx, *grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-        result: dict[str, Tensor | None] = {"output": y.detach(), "gradient of the input": dx}
+        result: Results = {"output": y.detach(), "gradient of the input": dx}
         result |= {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=False)}
         rest = iter(grads[len(params) :])
-        for i, parts in leaves.items():
-            found = [next(rest) for _ in parts]
-            joined = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(parts, found, strict=True)]
+        for i in self.float_leaves:
+            joined = []
+            for args in arguments:
+                grad = next(rest)
+                joined.append(torch.zeros_like(args.leaves[i]) if grad is None else grad)
             dim = self.dims[i]
-            result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
+            summed = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
+            result[f"gradient of argument {i}"] = summed
         return result
 
 
@@ -312,7 +341,12 @@ def _running_plainly(layer: nn.Module) -> ExitStack:
 
 
 def _copy_layer(
-    model: PreTrainedModel, layer: nn.Module, recorder: Recorder, device: torch.device, is_small: bool, seed: int
+    model: PreTrainedModel,
+    layer: nn.Module,
+    recorder: Recorder,
+    device: torch.device,
+    is_small: bool,
+    seed: int,
 ) -> tuple[nn.Module, bool]:
     """Return a copy of a layer with random weights, and whether its experts or MLPs are smaller."""
     layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
@@ -320,19 +354,29 @@ def _copy_layer(
     is_small = is_small and shrink(layer)
     randomize(layer, device, seed)
     for module in rotary_modules(layer):
-        model._init_weights(module)
+        init_module(model, module)
         module.forward = ExactRotary(module, recorder.current)
     return layer, is_small
 
 
-_findings: dict[Any, LayerSpec] = {}  # what `probe_once` has found, by kind of layer
+def _to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+    return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _randn(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+
+
+_findings: dict[tuple, LayerSpec] = {}  # what `probe_once` has found, by kind of layer
 _probes_once = [False]
 
 
 @contextmanager
 def probing_once() -> Iterator[None]:
     """Within it, `probe_layers` is `probe_once`: for traces, which are not a check of the model."""
-    outer, _probes_once[0] = _probes_once[0], True
+    outer = _probes_once[0]
+    _probes_once[0] = True
     try:
         yield
     finally:
@@ -340,15 +384,24 @@ def probing_once() -> Iterator[None]:
 
 
 def probe_once(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
-    """The specs of all layers, from a probe of one layer of each kind that this process has not probed before. Layers
-    of a kind have equal modules, masks and settings."""
+    """The specs of all layers, from one probe in this process of each kind: of equal modules, masks
+    and settings."""
     calls, shorter = (recorder.call(length) for length in LENGTHS)
-    masks, specs = dict[int, int](), list[LayerSpec]()
+    numbers = dict[int, int]()  # of masks
+    specs = list[LayerSpec]()
     for index, layer in enumerate(recorder.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        mask = next((m for m in pytree.tree_leaves(calls[index][1:]) if isinstance(m, PlaceholderMask)), None)
-        number = masks.setdefault(id(mask), len(masks)), getattr(mask, "local_size", None)
-        kind = type(model), describe_layer(layer), describe_config(recorder.config, index), number, dims, device
+        leaves = pytree.tree_leaves(calls[index][1:])
+        mask = next((leaf for leaf in leaves if isinstance(leaf, PlaceholderMask)), None)
+        kind = (
+            type(model),
+            describe_layer(layer),
+            describe_config(recorder.config, index),
+            numbers.setdefault(id(mask), len(numbers)),
+            getattr(mask, "local_size", None),
+            dims,
+            device,
+        )
         if kind not in _findings:
             _findings[kind] = _probe_kind(model, [index], dims, recorder, device)[index]
         specs.append(_findings[kind])
@@ -357,15 +410,18 @@ def probe_once(model: PreTrainedModel, recorder: Recorder, device: torch.device)
     return specs
 
 
-def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
-    """Probe one layer of each kind, one after the other, then two layers together; return the specs of all layers."""
+def probe_layers(
+    model: PreTrainedModel, recorder: Recorder, device: torch.device
+) -> list[LayerSpec]:
+    """Probe one layer of each kind, then two layers together; return the specs of all layers."""
     if _probes_once[0]:
         return probe_once(model, recorder, device)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
-    kinds: dict[Any, list[int]] = {}
+    kinds: dict[tuple, list[int]] = {}
     for index, layer in enumerate(recorder.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        kinds.setdefault((describe_layer(layer), describe_arguments(calls, index), dims), []).append(index)
+        kind = (describe_layer(layer), describe_arguments(calls, index), dims)
+        kinds.setdefault(kind, []).append(index)
     specs: dict[int, LayerSpec] = {}
     for (*_, dims), indices in kinds.items():
         while indices:  # layers of a kind may still differ by their index
@@ -380,22 +436,27 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
 
 
 def _probe_kind(
-    model: PreTrainedModel, indices: list[int], dims: tuple[int | None, ...], recorder: Recorder, device: torch.device
+    model: PreTrainedModel,
+    indices: list[int],
+    dims: tuple[int | None, ...],
+    recorder: Recorder,
+    device: torch.device,
 ) -> dict[int, LayerSpec]:
     """Probe the first of some layers; return its spec for all of them that compute the same."""
     first, *others = indices
-    inputs = model, recorder.layers[first], first, dims, recorder, device
+    make_probe = partial(_Probe, model, recorder.layers[first], first, dims, recorder, device)
     accepted: list[_Probe] = []
     for seed in SEEDS:
-        probe = _Probe(*inputs, seed=seed)
+        probe = make_probe(seed=seed)
         try:
             probe.run()
         except ConfigError as error:
             if isinstance(error, Mismatch) and (accepted or seed != SEEDS[-1]):
                 continue
-            if not probe.is_small or error.__cause__ is None:  # it runs, so its size is not the reason
+            # Without a cause, it runs, so its size is not the reason.
+            if not probe.is_small or error.__cause__ is None:
                 raise
-            probe = _Probe(*inputs, is_small=False, seed=seed)
+            probe = make_probe(is_small=False, seed=seed)
             probe.run()
         accepted.append(probe)
         if not probe.has_mismatch:
@@ -412,16 +473,21 @@ def _probe_without_layers(model: PreTrainedModel, recorder: Recorder) -> None:
     for first, length in ((0, LENGTHS[0]), (0, PROBE_CUT), (PROBE_CUT, LENGTHS[0] - PROBE_CUT)):
         recorder.call(length, first, end=LENGTHS[0])
         outputs.append(recorder.output)
-    compare_results(model, {"output": torch.cat(outputs[1:], dim=1)}, {"output": outputs[0]}, "without its layers")
+    ours: Results = {"output": torch.cat(outputs[1:], dim=1)}
+    compare_results(model, ours, {"output": outputs[0]}, "without its layers")
 
 
-def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Recorder, device: torch.device) -> None:
-    """Compare two consecutive layers, of two kinds if there are, together with what is around them."""
+def _probe_together(
+    model: PreTrainedModel, specs: list[LayerSpec], recorder: Recorder, device: torch.device
+) -> None:
+    """Compare two consecutive layers, of two kinds if possible, and what is around them."""
     first = next((i for i in range(len(specs) - 1) if specs[i] != specs[i + 1]), 0)
     pair = range(first, min(first + 2, len(specs)))
     where = f"in a run of {' and '.join(f'model.layers.{i}' for i in pair)}"
     for is_small, seed in product((True, False), SEEDS):
-        copies = [_copy_layer(model, recorder.layers[i], recorder, device, is_small, seed) for i in pair]
+        copies = [
+            _copy_layer(model, recorder.layers[i], recorder, device, is_small, seed) for i in pair
+        ]
         layers = {i: layer for i, (layer, _) in zip(pair, copies, strict=True)}
         try:
             theirs = _run_layers(recorder, layers, device, "eager")
@@ -436,36 +502,43 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
                 raise
             if is_small and any(shrunk for _, shrunk in copies):
                 continue
-            raise refusal(model, f"does not run {where} ({type(error).__name__}: {error})") from error
+            problem = f"does not run {where} ({type(error).__name__}: {error})"
+            raise refusal(model, problem) from error
 
 
-def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> Any:
+def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> LayerSchedule:
     """A layer on one rank, in two tiles."""
-    groups, layout = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), Layout(tile_tokens=PROBE_CUT, kernel="reference")
-    return LayerSchedule("probe", layer, spec, *groups, Store(), layout, ActivationPolicy(), current=recorder.current)
+    groups = (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
+    layout = Layout(tile_tokens=PROBE_CUT, kernel="reference")
+    return LayerSchedule(
+        "probe", layer, spec, *groups, Store(), layout, ActivationPolicy(), current=recorder.current
+    )
 
 
 def _run_layers(
     recorder: Recorder, layers: dict[int, nn.Module], device: torch.device, attention: str
-) -> dict[str, Tensor | None]:
-    """Run the recorder's model with some layers; return its output and the gradients of all trained parameters and of
-    the embeddings, by name."""
-    base, recorded, num_tokens = recorder.base, recorder.recorded, LENGTHS[0]
+) -> Results:
+    """Run the recorder's model with some layers. Its embeddings have gradients, too."""
+    base = recorder.base
+    recorded = recorder.recorded
+    num_tokens = LENGTHS[0]
     embeddings = [module for module in base.modules() if isinstance(module, nn.Embedding)]
-    recorder.config._attn_implementation = attention
+    set_attention(recorder.config, attention)
     recorder.start(num_tokens)
-    setattr(base, recorder.list_name, nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded)))
+    mixed = nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded))
+    setattr(base, recorder.list_name, mixed)
     try:
         base.to(device)
         for module in embeddings:
             module.weight.requires_grad_()
         params = {name: param for name, param in base.named_parameters() if param.requires_grad}
-        inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in recorder.inputs(num_tokens).items()}
+        inputs = recorder.inputs(num_tokens)
+        inputs = dict(zip(inputs, _to_device(inputs.values(), device), strict=True))
         with torch.enable_grad(), ExitStack() as stack:
             for layer in layers.values() if attention == "eager" else ():
                 stack.enter_context(_running_plainly(layer))
             y = base(**inputs).last_hidden_state
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(device)
+        dy = _randn(y.shape, 4, device)
         grads = torch.autograd.grad(y, list(params.values()), dy, allow_unused=True)
         named = {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=True)}
         return {"output": y.detach(), **named}

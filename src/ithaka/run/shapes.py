@@ -1,4 +1,5 @@
-"""The shape of any model: stored, or else measured, which takes torch and seconds; traces of its plans."""
+"""The shape of any model: stored, or else measured, which takes torch and seconds; traces of its
+plans."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import AdapterConfig, Config
-from ithaka.config.formats import check_quantization, required_base
+from ithaka.config.base_formats import check_quantization, required_base
 from ithaka.hub import HUB_ID
 from ithaka.plan.models import find_config, find_known_shape, shape_from_json, shape_to_json
 from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
@@ -27,7 +28,8 @@ def find_shape(model: str) -> ModelShape:
 def read_shape(path: Path) -> ModelShape:
     """Return the shape of the model in a Hugging Face directory or a `config.json` file."""
     file = path / "config.json" if path.is_dir() else path
-    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
+    # directory names of the documentation
+    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path
     is_hub_id = re.fullmatch(HUB_ID, str(path)) and not path.is_file()
     fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if is_hub_id else ""
     return shape_from_config(read_json(file, fix=fetch + GIVE_MODEL), str(path))
@@ -54,7 +56,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 def _measure(values: str, source: str) -> ModelShape:
     if (stored := read_cache("shape", values)) is not None:
         return shape_from_json(stored)
-    from ithaka.model.shape import measure_model  # late: it imports torch
+    from ithaka.model.measure import measure_model  # late: it imports torch
 
     shape = measure_model(json.loads(values), source)
     write_cache(shape_to_json(shape), "shape", values)
@@ -62,8 +64,9 @@ def _measure(values: str, source: str) -> ModelShape:
 
 
 def make_tracer(config: Mapping[str, Any], always: bool) -> Tracer:
-    """Return a function that traces plans of the model with this config.json. Unless `always`, models whose shape is
-    known are not traced, so that planning them takes no torch: their estimates are corrected by stored traces."""
+    """Return a function that traces plans of the model with this config.json. Unless `always`,
+    models whose shape is known are not traced, so that planning them takes no torch: their
+    estimates are corrected by stored traces."""
     values = {name: value for name, value in config.items() if name != "quantization_config"}
     traces = always or find_known_shape(values) is None
 
@@ -74,6 +77,6 @@ def make_tracer(config: Mapping[str, Any], always: bool) -> Tracer:
 
 
 def _trace(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
-    from ithaka.run.trace import trace_peaks  # late: it imports torch
+    from ithaka.run.trace_plan import trace_peaks  # late: it imports torch
 
     return trace_peaks(config, plan)

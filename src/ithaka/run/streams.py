@@ -1,4 +1,5 @@
-"""Output that must neither end a run nor hold it up: readers that go away, and storage that hangs."""
+"""Output that must neither end a run nor hold it up: readers that go away, and storage that
+hangs."""
 
 import errno
 import io
@@ -24,7 +25,8 @@ def survive_lost_readers() -> None:
 
 
 def _surviving(stream: Any) -> Any:
-    """Return a stream like this one, on the same descriptor, that survives the loss of its reader."""
+    """Return a stream like this one, on the same descriptor, that survives the loss of its
+    reader."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     with suppress(OSError):  # the new stream's first write meets the same error

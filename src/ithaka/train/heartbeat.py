@@ -1,7 +1,8 @@
-"""Each rank publishes a heartbeat and its phase. If one dies, freezes or hangs, all ranks exit and name it.
+"""Each rank publishes a heartbeat and its phase. If one dies or hangs, all exit and name it.
 
-Heartbeats go through the rendezvous store, so they keep working while collectives hang. Rank 0 reads those of all ranks
-and adds its verdict to its own; the others read only rank 0's. So the store serves two requests per rank and period.
+Heartbeats go through the rendezvous store, so they keep working while collectives hang. Rank 0
+reads those of all ranks and adds its verdict to its own; the others read only rank 0's. So the
+store serves two requests per rank and period.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from ithaka.config.units import format_bytes
 from ithaka.data.pack import Packing
 from ithaka.data.stream import tokens_per_round
 from ithaka.exits import ExitCode
+from ithaka.foreign.torch_distributed import default_store, find_flight_recorder
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
-from ithaka.profile.timeline import DeviceTimeline
+from ithaka.profile.timeline import DeviceTimeline, Mark
 from ithaka.run.launch import Outcome, exit_rank
 from ithaka.run.resolve import Run
 from ithaka.run.streams import call_in_time, write_stderr
@@ -48,37 +50,49 @@ MAX_STORE_FAILURES = 3  # consecutive failed requests after which the store is l
 OWN_ERROR_WAIT_S = 2.0  # time for this rank to raise its own error before it blames another
 EVIDENCE_LIMIT_S = 10.0  # for writing stacks: the storage may be what hangs
 LIMIT_FACTOR = 5  # limit / longest pause measured or planned
-READ_BYTES_S, TOKENIZE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # on a slow machine
-MAX_BYTES_PER_TOKEN = 64  # bytes read per token of a round: records may be skipped, long documents dropped
+# Rates of a slow machine.
+READ_BYTES_S = 50e6
+TOKENIZE_BYTES_S = 1e6
+WRITE_BYTES_S = 50e6
+# Bytes read per token of a round: records may be skipped, long documents dropped.
+MAX_BYTES_PER_TOKEN = 64
 MAX_LISTED_RANKS = 8
 LOW_MEMORY_BYTES = 2**30  # host memory
 
 Beat = dict[str, Any]
 
 
-# A pause is the time between two phases that count as progress. Attention's grow with the document length.
-ATTENTION, STEP, UPDATE, VALIDATION = KINDS = ("attention", "step", "update", "validation")
+# Kinds of pauses, each the time between two phases that count as progress. Attention's grow with
+# the document length.
+ATTENTION = "attention"
+STEP = "step"
+UPDATE = "update"
+VALIDATION = "validation"
+KINDS = (ATTENTION, STEP, UPDATE, VALIDATION)
 BETWEEN_STEPS = ("between steps",)
 
 
 def pause_kind(path: PhasePath) -> str | None:
     """Return the kind of the pause that starts with this phase, or None if it is not measured."""
-    if path[:1] in (("optimizer",), ("validation",)):
-        return UPDATE if path[0] == "optimizer" else VALIDATION
-    if path[:1] and path[0].startswith(("layer ", "loss ", "embedding")):
+    outermost = path[0] if path else ""
+    if outermost == "optimizer":
+        return UPDATE
+    if outermost == "validation":
+        return VALIDATION
+    if outermost.startswith(("layer ", "loss ", "embedding")):
         return ATTENTION if _is_attention(path[:4]) else STEP
     return None
 
 
 def _is_attention(path: PhasePath) -> bool:
-    """Whether the phase is attention in a training step: ("layer 3", "forward", "attention", "stage 0")."""
+    """Whether the phase is attention in a step: ("layer 3", "forward", "attention", "stage 0")."""
     return len(path) == 4 and path[0].startswith("layer ") and path[2] == "attention"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress after which a run counts as hung. The start limit applies to each kind of pause until it
-    is measured, which begins with the second step."""
+    """Seconds without progress after which a run counts as hung. The start limit applies to each
+    kind of pause until it is measured, which begins with the second step."""
 
     start: float  # reading data and model files, also between steps
     step: float  # layers and loss
@@ -88,13 +102,26 @@ class Limits:
     planned: float = 0.0  # lower bound of `step`; 0: the GPU's speed is unknown
 
     @staticmethod
+    def largest(ranks: Sequence[Limits]) -> Limits:
+        """Return the largest of each limit over the ranks."""
+        largest = {}
+        for name in vars(ranks[0]):
+            largest[name] = max(getattr(own, name) for own in ranks)
+        return Limits(**largest)
+
+    @staticmethod
     def for_run(run: Run) -> Limits:
-        known = run.hardware.gpu.name == "CPU" or gpu_named(run.hardware.gpu.name) is not None
-        slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
-        hardware = run.hardware if known else dataclasses.replace(run.hardware, gpu=slowest)
-        planned = LIMIT_FACTOR * max(backward for _, backward in _planned_layer_seconds(run, hardware))
+        hardware = run.hardware
+        known = hardware.gpu.name == "CPU" or gpu_named(hardware.gpu.name) is not None
+        if not known:
+            gpus = [gpu for gpu in GPUS.values() if gpu.name != "CPU"]
+            slowest = min(gpus, key=lambda gpu: gpu.matmul_flops)
+            hardware = dataclasses.replace(hardware, gpu=slowest)
+        longest_s = max(backward for _, backward in _planned_layer_seconds(run, hardware))
+        planned = LIMIT_FACTOR * longest_s
         model = run.config.model.path
-        model_bytes = sum(file.stat().st_size for file in (model, *model.rglob("*")) if file.is_file()) if model else 0
+        paths = (model, *model.rglob("*")) if model else ()
+        model_bytes = sum(file.stat().st_size for file in paths if file.is_file())
         read = model_bytes / READ_BYTES_S + _bytes_to_tokenize(run) / TOKENIZE_BYTES_S
         # In the worst case all nodes write their files of a checkpoint to one disk.
         write = run.saved_bytes * run.hardware.num_nodes / WRITE_BYTES_S
@@ -104,17 +131,25 @@ class Limits:
     def for_phase(self, path: PhasePath) -> float:
         if path[:1] == ("saving",):
             return self.save
-        measured = {ATTENTION: self.step, STEP: self.step, UPDATE: self.update, VALIDATION: self.validation}
+        measured = {
+            ATTENTION: self.step,
+            STEP: self.step,
+            UPDATE: self.update,
+            VALIDATION: self.validation,
+        }
         return measured.get(pause_kind(path) or "", 0.0) or self.start
 
-    def with_pauses(self, attention: float, step: float, update: float, validation: float) -> Limits:
-        """Return new limits from the longest pause of each kind on any rank; 0: not measured yet."""
+    def with_pauses(
+        self, attention: float, step: float, update: float, validation: float
+    ) -> Limits:
+        """Return limits for the longest pause of each kind on any rank; 0: not measured."""
 
         def limit(pause: float, minimum: float, unmeasured: float) -> float:
             return max(MIN_STEP_LIMIT_S, LIMIT_FACTOR * pause, minimum) if pause else unmeasured
 
         step_limit = limit(max(attention, step), self.planned, self.step)
-        update, validation = limit(update, 0.0, self.update), limit(validation, 0.0, self.validation)
+        update = limit(update, 0.0, self.update)
+        validation = limit(validation, 0.0, self.validation)
         return dataclasses.replace(self, step=step_limit, update=update, validation=validation)
 
     @property
@@ -122,32 +157,39 @@ class Limits:
         return max(self.start, self.step, self.save, self.update, self.validation)
 
     def describe(self) -> dict[str, str]:
-        """Describe the limits before the first step if a hung run would be noticed late."""
+        """Describe the limits if a hung run would be noticed late."""
         if self.longest <= LONG_LIMIT_S:
             return {}
         min_step_s = max(MIN_STEP_LIMIT_S, self.planned)
         steps = f"steps {LIMIT_FACTOR}x the longest measured pause, at least {min_step_s:.0f} s"
-        return {"timeouts": f"start {self.start:.0f} s, save {self.save:.0f} s without progress; {steps}"}
+        others = f"start {self.start:.0f} s, save {self.save:.0f} s without progress"
+        return {"timeouts": f"{others}; {steps}"}
 
 
 def _planned_layer_seconds(run: Run, hardware: Hardware) -> list[tuple[float, float]]:
     """(forward, backward) for each layer."""
-    shape, layout = run.shape, run.layout
+    shape = run.shape
+    layout = run.layout
     layers = list(zip(shape.mixers, layout.layer_policies(shape.num_layers), strict=True))
-    seconds = {layer: layer_seconds(shape, layout, hardware, run.work, *layer) for layer in set(layers)}
+    seconds = {
+        layer: layer_seconds(shape, layout, hardware, run.work, *layer) for layer in set(layers)
+    }
     return [(seconds[layer][0].total, seconds[layer][1].total) for layer in layers]
 
 
 def validation_seconds(run: Run) -> float:
     """Planned duration of a validation, without the loss."""
-    num_batches = -(-run.config.train.validate_sequences // (run.work.batch * run.num_ranks // run.layout.cp))
+    global_batch = run.work.batch * run.num_ranks // run.layout.cp
+    num_batches = -(-run.config.train.validate_sequences // global_batch)
     return num_batches * sum(forward for forward, _ in _planned_layer_seconds(run, run.hardware))
 
 
 def _bytes_to_tokenize(run: Run) -> float:
-    """Bytes of one round of training data and one of validation data, or of all data if that is less."""
+    """Bytes of a round of training data and one of validation data, at most of all data."""
     group = run.work.batch * run.work.accumulate * run.num_ranks // run.layout.cp
-    tokens = sum(tokens_per_round(Packing(run.work.context, group), shuffled) for shuffled in (True, False))
+    tokens = sum(
+        tokens_per_round(Packing(run.work.context, group), shuffled) for shuffled in (True, False)
+    )
     return min(run.data_bytes, MAX_BYTES_PER_TOKEN * tokens)
 
 
@@ -155,19 +197,25 @@ class PhaseTracker(Listener):
     """Tracks the phase this rank's device is in, its longest pauses and its time in attention."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.on_gpu, self.step = device, device.type == "cuda", 0
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.step = 0
         self.warm = False  # true after the first step, which compiles and tries kernels
         self._lock = threading.Lock()
-        self._passed, self._path = 0, PhasePath()
-        self._timeline = DeviceTimeline[tuple[PhasePath, bool]](device)  # phase, whether its pause counts
-        self._pause_start: Any = None  # mark of the last phase reached, if its pause counts
+        self._passed = 0
+        self._path = PhasePath()
+        # With the phase, and whether its pause counts.
+        self._timeline = DeviceTimeline[tuple[PhasePath, bool]](device)
+        self._pause_start: Mark | None = None  # of the last phase reached, if its pause counts
         self._longest_pauses = dict.fromkeys(KINDS, 0.0)
         # Longest pauses in attention: in this step, and expected if a document fills the context.
-        self._step_pause, self._full_pause = 0.0, math.inf
-        self._attention: list[list[Any]] = []  # [start, end]
+        self._step_pause = 0.0
+        self._full_pause = math.inf
+        self._attention: list[list[Mark]] = []  # [start, end]
 
     def enter(self, path: PhasePath) -> None:
-        # Track a layer's direction, its stages and exchanges, and phases outside layers. Tiles are too frequent.
+        # Track a layer's direction, its stages and exchanges, and phases outside layers. Tiles are
+        # too frequent.
         waits = path[-1] == "exchange"
         if len(path) == 2 or _is_attention(path) or waits or not path[0].startswith("layer "):
             mark = self._timeline.push((path, self.warm))
@@ -184,7 +232,7 @@ class PhaseTracker(Listener):
         elif path in (("optimizer",), ("validation",)):
             self._timeline.push((BETWEEN_STEPS, self.warm))
 
-    def _stop_attention(self, mark: Any) -> None:
+    def _stop_attention(self, mark: Mark) -> None:
         if self._attention:
             self._attention[-1].append(mark)
 
@@ -193,10 +241,12 @@ class PhaseTracker(Listener):
         with self._lock:
             for mark, (path, counts) in self._timeline.pop_reached():
                 self._count_pause(mark)
-                self._path, self._passed, self._pause_start = path, self._passed + 1, mark if counts else None
+                self._path = path
+                self._passed += 1
+                self._pause_start = mark if counts else None
             return self.step, self._passed, self._path
 
-    def _count_pause(self, end: Any) -> None:
+    def _count_pause(self, end: Mark) -> None:
         kind = pause_kind(self._path)
         if self._pause_start is None or kind is None:
             return
@@ -206,36 +256,48 @@ class PhaseTracker(Listener):
             self._step_pause = max(self._step_pause, seconds)
 
     def end_step(self, full_ratio: float = 1.0) -> tuple[float, list[float]]:
-        """Return this step's seconds in attention, and the longest pauses so far in the order of KINDS. `full_ratio`:
-        attention work if every sequence were a single document / work of this step; it bounds the pauses of such
-        steps. The device must have finished the step's attention."""
+        """Return this step's seconds in attention, and the longest pauses so far in the order of
+        KINDS. `full_ratio`: attention work if every sequence were a single document / work of this
+        step; it bounds the pauses of such steps. The device must have finished the step's
+        attention."""
         self.now()
         pauses = dict(self._longest_pauses)
         if self._step_pause:
-            self._full_pause, self._step_pause = min(self._full_pause, full_ratio * self._step_pause), 0.0
+            self._full_pause = min(self._full_pause, full_ratio * self._step_pause)
+            self._step_pause = 0.0
         if self._full_pause < math.inf:
             pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
         self.warm = True
-        intervals, self._attention = [each for each in self._attention if len(each) == 2], []
-        return sum(self._timeline.seconds(*interval) for interval in intervals), list(pauses.values())
+        intervals = [each for each in self._attention if len(each) == 2]
+        self._attention = []
+        attention_s = sum(self._timeline.seconds(start, end) for start, end in intervals)
+        return attention_s, list(pauses.values())
 
 
 class Heartbeat:
-    """Publishes this rank's position and watches the other ranks, in threads, from `start` to `close`. Does nothing on
-    a single rank."""
+    """Publishes this rank's position and watches the other ranks, in threads, from `start` to
+    `close`. Does nothing on a single rank."""
 
     def __init__(self, tracker: PhaseTracker, limits: Limits, run_dir: Path) -> None:
-        self.tracker, self.limits, self.run_dir = tracker, limits, run_dir
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._num_beats, self._status, self._code = 0, "", ExitCode.DONE  # status: "", "done" or an error
-        self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # this rank's last known position
+        self.tracker = tracker
+        self.limits = limits
+        self.run_dir = run_dir
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._num_beats = 0
+        self._status = ""  # then "done" or an error
+        self._code = ExitCode.DONE
+        self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # last known, of this rank
         self._warned_of_memory = False
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         # Use a separate connection: another thread may block the shared one.
-        self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store = dist.PrefixStore("heartbeat", own)
         self._verdict: tuple[str, int] | None = None  # rank 0's final report and exit code
-        self._last_beats, self._polls_without_answer = dict[int, Beat](), 0  # beats by rank, for the ranks read here
+        self._last_beats = dict[int, Beat]()  # of the ranks read here
+        self._polls_without_answer = 0
         self._num_store_failures = 0  # consecutive
         self._last_beat_at = [time.monotonic()] * self.size  # when each rank's latest beat was read
         self._progress_at = time.monotonic()
@@ -253,22 +315,23 @@ class Heartbeat:
     def close(self, failure: str = "", code: ExitCode = ExitCode.DONE) -> None:
         """Publish that this rank is done or, with `failure` and its exit code, why it failed."""
         self._stop.set()
-        self._status, self._code = failure or "done", code
+        self._status = failure or "done"
+        self._code = code
         if self.size > 1:
             with suppress(Exception):  # it would hide the run's own error
                 self._publish()
 
     def wait_for_cause(self, error: Exception, stop: Sequence[object]) -> None:
-        """If a collective failed because another rank died, wait for the thread to find out which and end this process.
-        Returns if it does not, or if `stop` holds a signal."""
+        """If a collective failed because another rank died, wait for the thread to find out which
+        and end this process. Returns if it does not, or if `stop` holds a signal."""
         lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         deadline = time.monotonic() + MAX_SILENCE_S + 4 * BEAT_S + EVIDENCE_LIMIT_S
         while lost and self._thread.is_alive() and not stop and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def update_limits(self, *longest_pauses: float) -> None:
-        """Set limits from the longest pause of each kind on any rank. Collectives must not time out before the
-        heartbeat, which can name the rank that hangs."""
+        """Set limits from the longest pause of each kind on any rank. Collectives must not time out
+        before the heartbeat, which can name the rank that hangs."""
         limits = self.limits.with_pauses(*longest_pauses)
         if limits.longest > self.limits.longest:
             set_timeouts(2 * limits.longest)
@@ -284,7 +347,7 @@ class Heartbeat:
         self._publish()
 
     def _publish(self) -> None:
-        """Write the beat to the store. Does not query the device, so it works after a device error."""
+        """Write the beat to the store. Works after a device error: it does not query the device."""
         with self._lock:  # an older beat must not overwrite the last one
             self._num_beats += 1
             beat = {"beat": self._num_beats, "host": socket.gethostname(), **self._position}
@@ -294,7 +357,8 @@ class Heartbeat:
     def _read_beats(self) -> dict[int, Beat]:
         """Read all ranks' beats on rank 0, else rank 0's and this rank's. One request."""
         ranks = list(range(self.size)) if self.rank == 0 else [0, self.rank]
-        return dict(zip(ranks, map(json.loads, self._store.multi_get([str(rank) for rank in ranks])), strict=True))
+        beats = self._store.multi_get([str(rank) for rank in ranks])
+        return dict(zip(ranks, map(json.loads, beats), strict=True))
 
     def _run(self) -> None:
         use_device(self.tracker.device)
@@ -302,48 +366,57 @@ class Heartbeat:
             for task in (self._watch_ranks, self._watch_memory):
                 try:
                     task()
-                except Exception as error:  # without beats, the other ranks would count this one as dead
+                except Exception as error:
+                    # Without beats, the other ranks would count this one as dead.
                     if task not in self._reported:
-                        message = f"heartbeat: {type(error).__name__}: {_shorten(error)}; the run continues"
-                        write_stderr(f"rank {self.rank}: {message}\n")
+                        what = f"{type(error).__name__}: {_shorten(error)}"
+                        write_stderr(f"rank {self.rank}: heartbeat: {what}; the run continues\n")
                     self._reported.add(task)
 
     def _watch_ranks(self) -> None:
-        """Publish a beat and read others. End the run if a rank failed or fell silent, or none makes progress."""
-        now, before = time.monotonic(), self._last_beats
-        late = now - max(self._last_beat_at) > STALE_BEAT_S  # this process was suspended, and others may have been
+        """Publish a beat and read others. End the run if a rank failed or is silent or all hang."""
+        now = time.monotonic()
+        before = self._last_beats
+        # This process was suspended, and others may have been.
+        late = now - max(self._last_beat_at) > STALE_BEAT_S
         try:
             self._beat()
-            beats = self._last_beats = self._read_beats()
+            beats = self._read_beats()
         except dist.DistError as error:
             self._num_store_failures += 1
             if self._num_store_failures == MAX_STORE_FAILURES:
-                reason = f"rank 0 or its launcher is gone: its store does not answer ({_shorten(error)})"
-                self._end(reason, publishes=False)
+                silence = f"its store does not answer ({_shorten(error)})"
+                self._end(f"rank 0 or its launcher is gone: {silence}", publishes=False)
             return
-        self._num_store_failures = self._polls_without_answer = 0
+        self._last_beats = beats
+        self._num_store_failures = 0
+        self._polls_without_answer = 0
         if self.rank != 0 and beats[0]["verdict"] is not None:
             self._leave(*beats[0]["verdict"])
             return
-        if late or not before or any(beat["passed"] != before[rank]["passed"] for rank, beat in beats.items()):
+        starts = late or not before  # nothing to compare with
+        if starts or any(beat["passed"] != before[rank]["passed"] for rank, beat in beats.items()):
             self._progress_at = now
         for rank, beat in beats.items():
-            if late or not before or beat["beat"] != before[rank]["beat"] or beat["status"] == "done":
+            status = beat["status"]
+            if starts or beat["beat"] != before[rank]["beat"] or status == "done":
                 self._last_beat_at[rank] = now
             name = f"rank {rank} on {beat['host']}"
-            if beat["status"] not in ("", "done"):
-                self._end(f"{name} failed: {beat['status']}", beat["code"])
+            if status not in ("", "done"):
+                self._end(f"{name} failed: {status}", beat["code"])
             if now - self._last_beat_at[rank] > MAX_SILENCE_S:
-                self._end(f"{name} has sent no heartbeat for {MAX_SILENCE_S:.0f} s: it died or is frozen")
-        phases = [tuple(beat["path"]) for beat in beats.values() if self.tracker.warm]
-        limit = max(map(self.limits.for_phase, phases), default=self.limits.start)
-        no_progress = now - self._progress_at > limit and not any(beat["status"] for beat in beats.values())
-        if self.rank == 0 and no_progress:
-            self._end(f"{_describe_stragglers(list(beats.values()))}: no rank made progress for {limit:.0f} s")
+                silence = f"has sent no heartbeat for {MAX_SILENCE_S:.0f} s"
+                self._end(f"{name} {silence}: it died or is frozen")
+        if self.rank == 0 and not any(beat["status"] for beat in beats.values()):
+            phases = [tuple(beat["path"]) for beat in beats.values() if self.tracker.warm]
+            limit = max(map(self.limits.for_phase, phases), default=self.limits.start)
+            if now - self._progress_at > limit:
+                who = _describe_stragglers(list(beats.values()))
+                self._end(f"{who}: no rank made progress for {limit:.0f} s")
 
     def _watch_store(self) -> None:
-        """End the run if the store stops answering: requests block if its process is frozen or its machine is gone.
-        Counts polls instead of seconds, since this thread stops when the process is suspended."""
+        """End the run if the store, whose process or machine may be gone, stops answering. Counts
+        polls, not seconds: this thread stops when the process is suspended."""
         use_device(self.tracker.device)
         while not self._stop.wait(BEAT_S):
             self._polls_without_answer += 1
@@ -356,24 +429,33 @@ class Heartbeat:
         free = available_memory()
         if self._warned_of_memory or free > LOW_MEMORY_BYTES or not is_local_rank_0():
             return
-        self._warned_of_memory, ours = True, {process.pid for process in psutil.Process(os.getppid()).children()}
-        processes = psutil.process_iter(["pid", "name", "memory_info"])
-        sizes = [(p.info["memory_info"].rss, p.info["name"], p.pid) for p in processes if p.info["memory_info"]]
-        used, name, pid = max((entry for entry in sizes if entry[2] not in ours), default=(0, "none", 0))
+        self._warned_of_memory = True
+        ours = {process.pid for process in psutil.Process(os.getppid()).children()}
+        others = [
+            (process.info["memory_info"].rss, process.info["name"], process.pid)
+            for process in psutil.process_iter(["pid", "name", "memory_info"])
+            if process.info["memory_info"] and process.pid not in ours
+        ]
+        used, name, pid = max(others, default=(0, "none", 0))
         memory = f"{socket.gethostname()} has {format_bytes(free)} of host memory left"
-        write_stderr(f"{memory}; the largest other process is {name} ({pid}) with {format_bytes(used)}\n")
+        other = f"the largest other process is {name} ({pid}) with {format_bytes(used)}"
+        write_stderr(f"{memory}; {other}\n")
 
     def _end(self, reason: str, code: int = ExitCode.HANG, publishes: bool = True) -> None:
-        """End this process, and on rank 0 all others, with a report of each rank's last position. `code` is the exit
-        code of the failed rank: all ranks exit with it, so a scheduler sees only one."""
-        beats, now = self._last_beats, time.monotonic()
+        """End this process, and on rank 0 all others, with a report of each rank's last position.
+        All ranks exit with the failed rank's `code`, so a scheduler sees only one."""
+        beats = self._last_beats
+        now = time.monotonic()
+        lines = [reason]
         listed = sorted(beats, key=lambda rank: beats[rank]["passed"])[:MAX_LISTED_RANKS]
-        ages_s = [now - beat_at for beat_at in self._last_beat_at]
-        lines = [
-            f"  rank {rank} last reported {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)
-        ]
-        lines += [f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead"] * (len(beats) > MAX_LISTED_RANKS)
-        report = "\n".join([reason, *lines, f"Stack traces of the ranks that still run are in {self.run_dir / 'hang'}"])
+        for rank in sorted(listed):
+            position = _describe_position(beats[rank], now - self._last_beat_at[rank])
+            lines.append(f"  rank {rank} last reported {position}")
+        if len(beats) > MAX_LISTED_RANKS:
+            lines.append(f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead")
+        folder = self.run_dir / "hang"
+        lines.append(f"Stack traces of the ranks that still run are in {folder}")
+        report = "\n".join(lines)
         if self.rank == 0 and publishes:
             self._verdict = report, code
             self._publish()
@@ -384,17 +466,20 @@ class Heartbeat:
         if self._stop.wait(OWN_ERROR_WAIT_S):
             return
         if not call_in_time(self._write_evidence, EVIDENCE_LIMIT_S, False):
-            report += f"\nrank {self.rank} could not write its own: check the storage of {self.run_dir}"
+            problem = f"check the storage of {self.run_dir}"
+            report += f"\nrank {self.rank} could not write its own: {problem}"
         if self._verdict is not None:
-            time.sleep(BEAT_S)  # the store may end with this process, and the others read it once per period
+            # The store may end with this process, and the others read it once per period.
+            time.sleep(BEAT_S)
         exit_rank(Outcome(code, report))
 
     def _write_evidence(self) -> bool:
         """Write stacks and NCCL's flight recorder to the run directory. Returns true."""
-        folder, stacks = self.run_dir / "hang", _describe_stacks()
+        folder = self.run_dir / "hang"
+        stacks = _describe_stacks()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"stacks-{self.rank}.txt").write_text(stacks, encoding="utf-8")
-        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        dump = find_flight_recorder()
         if self.tracker.on_gpu and dump is not None:
             (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
         return True
@@ -409,15 +494,21 @@ def _describe_stacks() -> str:
         lines.append(f"Thread {names.get(number, number)} (most recent call first):")
         frame: FrameType | None = innermost
         while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}')
+            code = frame.f_code
+            lines.append(
+                f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_qualname}'
+            )
             frame = frame.f_back
     return "\n".join([*lines, ""])
 
 
 def _describe_position(beat: Beat, age_s: float) -> str:
     position = f"step {beat['step']}, {' / '.join(beat['path']) or 'before its first phase'}"
-    fault = f", its device failed: {beat['fault']}" if "fault" in beat else ""
-    return position + (f" ({age_s:.0f} s ago)" if age_s > STALE_BEAT_S else "") + fault
+    if age_s > STALE_BEAT_S:
+        position += f" ({age_s:.0f} s ago)"
+    if "fault" in beat:
+        position += f", its device failed: {beat['fault']}"
+    return position
 
 
 def _shorten(error: Exception) -> str:
@@ -427,7 +518,11 @@ def _shorten(error: Exception) -> str:
 def _describe_stragglers(beats: list[Beat]) -> str:
     """Name the ranks that the others wait for."""
     fewest = min(beat["passed"] for beat in beats)
-    behind = [f"rank {rank} on {beat['host']}" for rank, beat in enumerate(beats) if beat["passed"] == fewest]
+    behind = [
+        f"rank {rank} on {beat['host']}"
+        for rank, beat in enumerate(beats)
+        if beat["passed"] == fewest
+    ]
     if len(behind) == len(beats):
         return "all ranks wait in the same phase"
     return f"{', '.join(behind[:MAX_LISTED_RANKS])} did not arrive"

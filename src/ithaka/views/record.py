@@ -1,9 +1,7 @@
 """Show records turn by turn: why each token is trained or not, and what is cut."""
 
-import collections
 import itertools
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +16,21 @@ from ithaka.data.cache import TokenizedPart, tokenize
 from ithaka.data.documents.chat import SPAN_KINDS
 from ithaka.data.documents.read import Shard, make_shards
 from ithaka.data.documents.records import SIDES
-from ithaka.data.find import find_sources, split_sources
+from ithaka.data.held_out import find_sources, split_sources
 from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
 from ithaka.data.tokenizer import Tokenizer
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.
 TOOL_PATTERN = re.compile(
-    r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", "(argu|para)me\w+":'
+    r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", '
+    r'"(argu|para)me\w+":'
 )
-NUM_RECORDS, NUM_TURNS, NUM_TOKENS = 8, 24, 240  # shown: records, turns of each, tokens of each turn
+NUM_RECORDS = 8  # shown
+NUM_TURNS = 24  # shown of each record
+NUM_TOKENS = 240  # shown of each turn
 PROBED_RECORDS = 1000  # records per source to choose from
-NO_PIECE, UNTRAINED_PIECE = -1, -2
+NO_PIECE = -1
+UNTRAINED_PIECE = -2
 CUT_REASONS = {
     "end": "cut: before the last turns that fit",
     "shorten_tools": "cut: the middle of a long tool output",
@@ -37,7 +39,7 @@ CUT_REASONS = {
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens that decode to complete characters, or belong to one image, starting at `position`."""
+    """Consecutive tokens, starting at `position`, that are complete characters or one image."""
 
     text: str
     ids: list[int]  # an image's id once; empty for a note
@@ -48,45 +50,68 @@ class TextPiece(NamedTuple):
     cut: bool = False  # whether no sequence has them
 
 
-Described = tuple[str, list[tuple[str, list[TextPiece]]]]  # a title, and the title and text of each part
+# a title, and the title and text of each part
+Described = tuple[str, list[tuple[str, list[TextPiece]]]]
 
 
-class Record(NamedTuple):
+class ShownRecord(NamedTuple):
     title: str
     samples: list[TokenizedPart]  # several if reasoning is unrolled; two for a pair
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
 
-def find_record(config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer, number: int) -> list[Record]:
+
+def find_record(
+    config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer, number: int
+) -> list[ShownRecord]:
     """Return record `number`, counted from 1, of each source that has that many."""
-    found, counts = [], []
+    found = []
+    counts = []
     for path, records in _read_sources(config, datasets, tokenizer, batch_chars=1):
-        numbered = enumerate(itertools.islice(records, min(number, sys.maxsize)), 1)
-        count, last = collections.deque(itertools.chain([(0, Record("", []))], numbered), maxlen=1).pop()
+        count = 0
+        for record in records:
+            count += 1
+            if count == number:
+                found.append(record)
+                break
         counts.append(f"{count:,} in {path or 'the standard library of Python'}")
-        found += [last] if count == number else []
     if not found:
-        raise ConfigError(f"--record={number} is beyond the last record ({', '.join(counts)}); give a smaller number")
+        raise ConfigError(
+            f"--record={number} is beyond the last record ({', '.join(counts)}); give a smaller "
+            "number"
+        )
     return found
 
 
-def choose_records(config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer) -> list[Record]:
-    """Choose among the first records of each source: the longest, one of each kind (unrolled, skipped), then others."""
+def choose_records(
+    config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer
+) -> list[ShownRecord]:
+    """Choose among the first records of each source: the longest, one of each kind, then others."""
     chosen = []
     sources = list(_read_sources(config, datasets, tokenizer))
     for _, records in sources:
         probed = list(itertools.islice(records, PROBED_RECORDS))
-        lengths = [sum(len(each.tokens) for each in record.samples) for record in probed]
-        kinds = [record.samples[0].skip_reason or "unrolled" * (len(record.samples) > 1) for record in probed]
-        first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-        order = dict.fromkeys([0, int(np.argmax(lengths)), *first, *range(len(probed))] if probed else [])
+        if not probed:
+            continue
+        lengths = [record.num_tokens for record in probed]
+        firsts: dict[str, int] = {}  # by kind
+        for i, record in enumerate(probed):
+            kind = "unrolled" if len(record.samples) > 1 else ""
+            firsts.setdefault(record.samples[0].skip_reason or kind, i)
+        order = dict.fromkeys([0, int(np.argmax(lengths)), *firsts.values(), *range(len(probed))])
         indices = sorted(list(order)[: max(2, NUM_RECORDS // len(sources))])
         chosen += [probed[i] for i in indices]
     return chosen
 
 
 def _read_sources(
-    config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer, batch_chars: int | None = None
-) -> Iterator[tuple[Path | None, Iterator[Record]]]:
+    config: Config,
+    datasets: Sequence[DataConfig],
+    tokenizer: Tokenizer,
+    batch_chars: int | None = None,
+) -> Iterator[tuple[Path | None, Iterator[ShownRecord]]]:
     found = find_sources(config.data)
     for source, (split, _) in zip(found, split_sources(found, config.data, datasets), strict=True):
         both = replace(split, held_out=None) if split is not None and source.fraction else None
@@ -96,13 +121,13 @@ def _read_sources(
 
 def _read_records(
     path: Path | None, shards: Sequence[Shard], tokenizer: Tokenizer, batch_chars: int | None
-) -> Iterator[Record]:
-    """Yield all records. The title says which are held out; of texts, ends or files are, not records."""
+) -> Iterator[ShownRecord]:
+    """Yield all records. The title says which are held out, but not of texts."""
     numbers = itertools.count(1)
     for shard in shards:
         for samples in _group_samples(tokenize(shard, tokenizer, batch_chars, True)):
             held_out = ", held out for validation" * samples[0].is_held_out
-            yield Record(f"record {next(numbers):,} of {path}{held_out}", samples)
+            yield ShownRecord(f"record {next(numbers):,} of {path}{held_out}", samples)
 
 
 def _group_samples(parts: Iterator[TokenizedPart]) -> Iterator[list[TokenizedPart]]:
@@ -115,46 +140,59 @@ def _group_samples(parts: Iterator[TokenizedPart]) -> Iterator[list[TokenizedPar
         if part.is_start:
             samples.append(part)
         else:
-            samples[-1] = samples[-1]._replace(tokens=np.concatenate([samples[-1].tokens, part.tokens]))
+            tokens = np.concatenate([samples[-1].tokens, part.tokens])
+            samples[-1] = samples[-1]._replace(tokens=tokens)
     if samples:
         yield samples
 
 
-def describe_record(record: Record, config: Config, tokenizer: Tokenizer) -> tuple[list[Described], Counter[str]]:
+def describe_record(
+    record: ShownRecord, config: Config, tokenizer: Tokenizer
+) -> tuple[list[Described], Counter[str]]:
     """Describe each sample of a record, turn by turn, and count its tokens by reason."""
     described: list[Described] = []
     reasons = Counter[str]()
     for n, sample in enumerate(record.samples, 1):
-        label = SIDES[n - 1] if config.data.train_on == "pairs" else f"sample {n} of {len(record.samples)}"
-        title = record.title + f", {label}" * (len(record.samples) > 1)
+        title = record.title
+        if len(record.samples) > 1:
+            is_pair = config.data.train_on == "pairs"
+            title += f", {SIDES[n - 1]}" if is_pair else f", sample {n} of {len(record.samples)}"
         if sample.skip_reason:
             described.append((f"{title}: skipped, {sample.skip_reason}", []))
             continue
         pieces, num_pieces = find_pieces(sample, config, tokenizer)
         whys = explain_tokens(sample, pieces, config)
-        is_cut, is_trained = pieces < 0, sample.tokens >= 0
+        is_cut = pieces < 0
+        is_trained = sample.tokens >= 0
         title += f": {plural(len(whys), 'token')}, {(is_trained & ~is_cut).sum():,} trained"
         if num_pieces != 1 or is_cut.any():
             pieces_of = f"{plural(num_pieces, 'piece')} of at most {config.data.context:,}"
             title += f", {pieces_of}, {plural(int(is_cut.sum()), 'token')} cut"
         notes = "".join(f"; {name}: {count}" for name, count in sample.notes.items())
-        described.append((title + notes, list(_describe_turns(sample, pieces, num_pieces, whys, tokenizer))))
+        turns = list(_describe_turns(sample, pieces, num_pieces, whys, tokenizer))
+        described.append((title + notes, turns))
         reasons.update(whys)
     return described, reasons
 
 
-def find_pieces(sample: TokenizedPart, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
-    """Return for each token the first piece that has it (NO_PIECE: none; UNTRAINED_PIECE: one without a trained token,
-    which is left out), and the number of pieces.
+def find_pieces(
+    sample: TokenizedPart, config: Config, tokenizer: Tokenizer
+) -> tuple[np.ndarray, int]:
+    """Return for each token the first piece that has it (NO_PIECE: none; UNTRAINED_PIECE: one
+    without a trained token, which is left out), and the number of pieces.
 
-    Cuts a document whose ids are its positions, so that each piece shows where its tokens come from.
+    Cuts a document whose ids are its positions, so that each piece shows where its tokens come
+    from.
     """
-    num, data = len(sample.tokens), config.data
+    num = len(sample.tokens)
+    data = config.data
     positions = np.arange(num, dtype=np.int32)
     turns = np.asarray([encode_turn(*turn) for turn in sample.turns], np.int64)
-    document = Documents(np.where(sample.tokens < 0, ~positions, positions), np.asarray([num]), turns=turns)
+    tokens = np.where(sample.tokens < 0, ~positions, positions)
+    document = Documents(tokens, np.asarray([num]), turns=turns)
     marker = tuple(range(num, num + len(tokenizer.encode_batch([data.tool_marker])[0])))
-    cut = cut_documents(document, data.context, LongDocuments(data.long_documents, data.tool_tokens, marker))
+    long = LongDocuments(data.long_documents, data.tool_tokens, marker)
+    cut = cut_documents(document, data.context, long)
     first_piece = np.full(num + len(marker), NO_PIECE)
     if data.long_documents != "drop" or num <= data.context:
         stored = cut.shards[-1].tokens
@@ -171,26 +209,37 @@ def explain_tokens(sample: TokenizedPart, pieces: np.ndarray, config: Config) ->
     kinds = [SPAN_KINDS[kind] for _, kind in sample.spans]
     spans = np.searchsorted(starts, np.arange(len(pieces)), side="right") - 1
     default = "labels" if sample.turns or (sample.tokens < 0).any() else "text"
+    is_trained = (sample.tokens >= 0).tolist()
     whys = []
-    for span, piece, trained in zip(spans.tolist(), pieces.tolist(), (sample.tokens >= 0).tolist(), strict=True):
+    for span, piece, trained in zip(spans.tolist(), pieces.tolist(), is_trained, strict=True):
         why = kinds[span] if kinds and span >= 0 else default
-        if piece < 0:
+        if piece == UNTRAINED_PIECE:
             why = "cut: no trained token in this piece"
-            why = why if piece == UNTRAINED_PIECE else CUT_REASONS[config.data.long_documents]
-        elif why == SPAN_KINDS["reasoning"] and not trained:
-            why += ", and data.reasoning.loss is false"
-        whys.append(why if piece < 0 else f"{why}, {'trained' if trained else 'context only'}")
+        elif piece < 0:
+            why = CUT_REASONS[config.data.long_documents]
+        elif trained:
+            why += ", trained"
+        else:
+            if why == SPAN_KINDS["reasoning"]:
+                why += ", and data.reasoning.loss is false"
+            why += ", context only"
+        whys.append(why)
     return whys
 
 
 def _describe_turns(
-    sample: TokenizedPart, pieces: np.ndarray, num_pieces: int, whys: list[str], tokenizer: Tokenizer
+    sample: TokenizedPart,
+    pieces: np.ndarray,
+    num_pieces: int,
+    whys: list[str],
+    tokenizer: Tokenizer,
 ) -> Iterator[tuple[str, list[TextPiece]]]:
     """Yield the title and the text of each turn, at most NUM_TURNS of them."""
-    ids, trained = sample.tokens ^ (sample.tokens >> 31), (sample.tokens >= 0) & (pieces >= 0)
+    ids = sample.tokens ^ (sample.tokens >> 31)
+    trained = (sample.tokens >= 0) & (pieces >= 0)
     edges = [0, *(start for start, _ in sample.turns), len(ids)]
-    roles = ["before the first turn" if sample.turns else "text", *(role for _, role in sample.turns)]
-    names = [f"turn {n}, {role}" if n else role for n, role in enumerate(roles)]
+    names = ["before the first turn" if sample.turns else "text"]
+    names += [f"turn {n}, {role}" for n, (_, role) in enumerate(sample.turns, 1)]
     turns = [turn for turn in zip(names, edges[:-1], edges[1:], strict=True) if turn[1] < turn[2]]
     hidden = range(NUM_TURNS // 2, len(turns) - NUM_TURNS // 2)
     for n, (name, low, high) in enumerate(turns):
@@ -200,18 +249,24 @@ def _describe_turns(
                 yield f"{plural(len(hidden), 'more turn')}: {_count_reasons(whys[low:high])}", []
             continue
         own = slice(low, high)
-        text = split_document(tokenizer, ids[own].tolist(), trained[own], NUM_TOKENS, whys[own], bool(sample.images))
-        text = [
-            each._replace(position=low + each.position, cut=bool(each.ids) and bool(pieces[low + each.position] < 0))
-            for each in text
-        ]
-        yield f"{name}: {_count_reasons(whys[low:high])}", list(_mark_pieces(text, pieces, num_pieces))
+        text = split_document(
+            tokenizer, ids[own].tolist(), trained[own], NUM_TOKENS, whys[own], bool(sample.images)
+        )
+        placed = []
+        for each in text:
+            position = low + each.position
+            is_cut = bool(each.ids) and bool(pieces[position] < 0)
+            placed.append(each._replace(position=position, cut=is_cut))
+        title = f"{name}: {_count_reasons(whys[low:high])}"
+        yield title, list(_mark_pieces(placed, pieces, num_pieces))
 
 
 def _count_reasons(whys: list[str]) -> str:
     counts = Counter(whys)
-    parts = "; ".join(f"{count:,} {why}" if len(counts) > 1 else why for why, count in counts.items())
-    return f"{plural(len(whys), 'token')} ({parts})"
+    parts = list(counts)
+    if len(counts) > 1:
+        parts = [f"{count:,} {why}" for why, count in counts.items()]
+    return f"{plural(len(whys), 'token')} ({'; '.join(parts)})"
 
 
 def _mark_pieces(text: list[TextPiece], pieces: np.ndarray, num_pieces: int) -> Iterator[TextPiece]:
@@ -220,53 +275,77 @@ def _mark_pieces(text: list[TextPiece], pieces: np.ndarray, num_pieces: int) -> 
     starts = kept[np.diff(pieces[kept], prepend=-1) != 0] if num_pieces > 1 else kept[:0]
     starts = starts[starts >= text[0].position]
     for each in text:
-        passed, starts = starts[starts <= each.position], starts[starts > each.position]
+        passed = starts[starts <= each.position]
+        starts = starts[starts > each.position]
         if len(passed):
-            yield TextPiece(f"piece {pieces[passed[-1]] + 1:,} of {num_pieces:,}", [], each.position, False)
+            note = f"piece {pieces[passed[-1]] + 1:,} of {num_pieces:,}"
+            yield TextPiece(note, [], each.position, False)
         yield each
 
 
 def split_document(
-    tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int, whys: Sequence[str] = (),
+    tokenizer: Tokenizer,
+    ids: list[int],
+    trained: np.ndarray,
+    limit: int,
+    whys: Sequence[str] = (),
     has_images: bool = False,
-) -> list[TextPiece]:  # fmt: skip
-    """Decode a document into pieces with one reason each. Beyond `limit` tokens, omit the middle. The tokens of an
-    image, or of a time step of a video, count as one."""
+) -> list[TextPiece]:
+    """Decode a document into pieces with one reason each. Beyond `limit` tokens, omit the middle.
+    The tokens of an image, or of a time step of a video, count as one."""
     media = {i: kind for kind, i in tokenizer.images.ids.items()} if has_images else {}
     starts = [n for n, i in enumerate(ids) if i not in media or not n or ids[n - 1] != i]
-    low = starts[limit // 3] if len(starts) > limit else len(ids)
-    high = starts[len(starts) - 2 * limit // 3] if len(starts) > limit else len(ids)
+    low = len(ids)
+    high = len(ids)
+    if len(starts) > limit:
+        low = starts[limit // 3]
+        high = starts[len(starts) - 2 * limit // 3]
     kinds = whys or [str(each) for each in trained.tolist()]
-    parts = (_decode(tokenizer, ids, kinds, *part, media) for part in ((0, low), (high, len(ids))))
-    pieces = [
-        each._replace(trained=bool(trained[each.position]), why=whys[each.position] if whys else "")
-        for each in itertools.chain(*parts)
-    ]
+    first_part = _decode(tokenizer, ids, kinds, 0, low, media)
+    last_part = _decode(tokenizer, ids, kinds, high, len(ids), media)
+    pieces = []
+    for each in itertools.chain(first_part, last_part):
+        why = whys[each.position] if whys else ""
+        pieces.append(each._replace(trained=bool(trained[each.position]), why=why))
     ends = np.cumsum([len(piece.text) for piece in pieces])
     for match in TOOL_PATTERN.finditer("".join(piece.text for piece in pieces)):
         first, last = np.searchsorted(ends, [match.start() + 1, match.end()])
         pieces[first : last + 1] = [piece._replace(tool=True) for piece in pieces[first : last + 1]]
     if low < high:
         note = f"... {plural(high - low, 'token')} omitted, {trained[low:high].sum():,} trained ..."
-        pieces.insert(sum(piece.position < low for piece in pieces), TextPiece(note, [], low, False))
+        num_before = sum(piece.position < low for piece in pieces)
+        pieces.insert(num_before, TextPiece(note, [], low, False))
     return pieces
 
 
 def _decode(
-    tokenizer: Tokenizer, ids: list[int], kinds: Sequence[str], low: int, high: int, media: Mapping[int, str]
+    tokenizer: Tokenizer,
+    ids: list[int],
+    kinds: Sequence[str],
+    low: int,
+    high: int,
+    media: Mapping[int, str],
 ) -> Iterator[TextPiece]:
-    """Decode ids[low:high] in context: a token's text depends on the one before, and a character may span tokens."""
+    """Decode ids[low:high] in context: the text of a token depends on the one before."""
     before = max(low - 1, 0)
     for end in range(low + 1, high + 1):
         is_last = end == high or kinds[end] != kinds[low]
         if ids[low] in media:
             if is_last or ids[end] != ids[low]:
-                yield TextPiece(f"<{media[ids[low]]}: {plural(end - low, 'token')}>", ids[low : low + 1], low, False)
-                before, low = end - 1, end
+                label = f"<{media[ids[low]]}: {plural(end - low, 'token')}>"
+                yield TextPiece(label, ids[low : low + 1], low, False)
+                before = end - 1
+                low = end
             continue
         text = tokenizer.decode(ids[before:end])
         if not text.endswith("\ufffd") or is_last:
             text = text[len(tokenizer.decode(ids[before:low])) :]
-            text = "".join(c if c.isprintable() else "↵\n" if c == "\n" else repr(c)[1:-1] for c in text)
-            yield TextPiece(text, ids[low:end], low, False)
-            before, low = low, end
+            yield TextPiece("".join(map(_show_character, text)), ids[low:end], low, False)
+            before = low
+            low = end
+
+
+def _show_character(char: str) -> str:
+    if char == "\n":
+        return "↵\n"
+    return char if char.isprintable() else repr(char)[1:-1]

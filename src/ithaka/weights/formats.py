@@ -1,8 +1,9 @@
-"""Formats of frozen base weights: in the compute dtype, in nf4 and in mxfp4. ops/fourbit.py has their bits.
+"""Formats of frozen base weights: in the compute dtype, in nf4 and in mxfp4. ops/fourbit.py has
+their bits.
 
-`choose_packed` marks the parameters that `pack_weights` replaces by packed ones, of which `ops.fourbit.unpacked` makes
-values for one pass of a layer. Files in full precision are packed as they are read; those of bitsandbytes (nf4, fp4)
-and of gpt-oss (mxfp4) are read without dequantizing.
+`choose_packed` marks the parameters that `pack_weights` packs; `ops.fourbit.unpacked` unpacks them
+for one pass of a layer. Files in full precision are packed as they are read; those of bitsandbytes
+(nf4, fp4) and of gpt-oss (mxfp4) are read without dequantizing.
 """
 
 import json
@@ -14,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Mxfp4Config
+from transformers import Mxfp4Config, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.config.formats import BASE_FORMATS, quant_method
+from ithaka.config.base_formats import BASE_FORMATS, quant_method
+from ithaka.foreign.hugging_face import set_weight_conversions
 from ithaka.ops.fourbit import (
     MXFP4,
     NF4,
@@ -37,74 +39,91 @@ from ithaka.weights.adapters import base_tensor_name, find_decoder
 
 BASE_QUANTIZATION = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
-QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's metadata
-STATE_TENSOR = re.compile(r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
+# the name of a tensor's metadata in files
+QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")
+STATE_TENSOR = re.compile(
+    r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
+)
 
 
 class WeightFormat:
-    """How base weights are stored, in files or in training. This class: dense, in the compute dtype."""
+    """How base weights are stored, in files or in training; by default, in the compute dtype."""
 
-    def mark(self, model: Any, adapter: AdapterConfig, files: Mapping[str, Any]) -> None:
+    def mark(self, model: PreTrainedModel, adapter: AdapterConfig, files: Mapping) -> None:
         """Mark the parameters that `pack_weights` will pack."""
 
-    def round(self, model: Any, adapter: AdapterConfig) -> None:
-        """Replace a full model's weights with the values that training uses."""
+    def round(self, model: PreTrainedModel, adapter: AdapterConfig) -> None:
+        """Replace a full model's weights with those that training uses."""
 
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
         """Describe a quantized base for the adapter file; empty if it is not quantized."""
         return {}
 
-    def load(self, load: Callable[..., Any]) -> Any:
-        """Call `load`, which loads files in this format with plain transformers, and make the weights dense."""
+    def load(self, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+        """Call `load`, which loads such files with plain transformers, and make weights dense."""
         return load()
 
 
 class Nf4(WeightFormat):
-    def mark(self, model: Any, adapter: AdapterConfig, files: Mapping[str, Any]) -> None:
-        """Mark the frozen linear modules of layers, and their experts."""
+    def mark(self, model: PreTrainedModel, adapter: AdapterConfig, files: Mapping) -> None:
+        """Mark frozen linear modules of layers, and experts."""
+        skipped = tuple(f".{name}" for name in adapter.unquantized)
         for path, module in find_decoder(model).layers.named_modules():
-            if f".{path}".removesuffix(".base_layer").endswith(tuple(f".{name}" for name in adapter.unquantized)):
+            if f".{path}".removesuffix(".base_layer").endswith(skipped):
                 continue
             num_dims = 2 if isinstance(module, nn.Linear) else 3  # experts
-            params = [(name, p) for name, p in module.named_parameters(recurse=False) if not p.requires_grad]
-            sizes = {name: math.prod(param.shape[-2:]) for name, param in params if param.dim() == num_dims}
-            if marks := {name: (NF4,) for name, size in sizes.items() if size % NF4.block == 0}:
+            marks = {}
+            for name, param in module.named_parameters(recurse=False):
+                fits = param.dim() == num_dims and math.prod(param.shape[-2:]) % NF4.block == 0
+                if fits and not param.requires_grad:
+                    marks[name] = (NF4,)
+            if marks:
                 module.__dict__[PACKED_AS] = marks
 
-    def round(self, model: Any, adapter: AdapterConfig) -> None:
+    def round(self, model: PreTrainedModel, adapter: AdapterConfig) -> None:
         """The weights stay marked to be packed with the same bits."""
         self.mark(model.requires_grad_(False), adapter, {})
         for module in model.modules():
             for name in module.__dict__.get(PACKED_AS, ()):
-                rows, param = [], module._parameters[name]
+                rows = []
+                param = module._parameters[name]
                 for matrix in param.data.view(-1, *param.shape[-2:]):
                     rows.append(quantize_matrix(matrix.flatten().bfloat16(), NF4))
                     dequantize(rows[-1], NF4, matrix)
                 module.__dict__[PACKED_AS][name] = (NF4, torch.cat(rows))
 
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
-        settings = {"block": NF4.block, "double_quantization": True, "experts": "one matrix at a time"}
-        return {"base": "nf4", "unquantized": list(adapter.unquantized), **settings}
+        return {
+            "base": "nf4",
+            "unquantized": list(adapter.unquantized),
+            "block": NF4.block,
+            "double_quantization": True,
+            "experts": "one matrix at a time",
+        }
 
 
 class Mxfp4(WeightFormat):
-    """Experts as gpt-oss's files store them. They have the same values in bf16, so there is nothing to round."""
+    """Experts as in gpt-oss's files. Their values are exact in bf16: there is nothing to round."""
 
-    def mark(self, model: Any, adapter: AdapterConfig, files: Mapping[str, Any]) -> None:
+    def mark(self, model: PreTrainedModel, adapter: AdapterConfig, files: Mapping) -> None:
+        is_random = not files and model.config.model_type == "gpt_oss"
         found = False
         for path, module in model.named_modules():
-            names = [name for name in module._parameters if f"{base_tensor_name(f'{path}.{name}')}_blocks" in files]
-            if not files and model.config.model_type == "gpt_oss":  # random weights
-                names = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 3]
+            names = []
+            for name, param in module._parameters.items():
+                is_stored = f"{base_tensor_name(f'{path}.{name}')}_blocks" in files
+                if is_stored or (is_random and param is not None and param.dim() == 3):
+                    names.append(name)
             if names:
-                module.__dict__[PACKED_AS], found = {name: (MXFP4,) for name in names}, True
+                module.__dict__[PACKED_AS] = {name: (MXFP4,) for name in names}
+                found = True
         if not found:
             BASE_FORMATS["mxfp4"].check_family(None)
 
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
         return {"base": "mxfp4", "unquantized": list(adapter.unquantized)}
 
-    def load(self, load: Callable[..., Any]) -> Any:
+    def load(self, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         return _without_conversions(load(quantization_config=Mxfp4Config(dequantize=True)))
 
 
@@ -115,17 +134,19 @@ class Bitsandbytes(WeightFormat):
     settings: Mapping[str, Any]  # quantization_config in config.json
 
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
-        codes, is_double = (self.settings.get(f"bnb_4bit_{name}") for name in ("quant_type", "use_double_quant"))
-        skipped = self.settings.get("llm_int8_skip_modules") or []
-        sizes = {"block": NF4.block, "double_quantization": is_double or False}
-        return {"base": codes or "fp4", "unquantized": skipped, **sizes}
+        return {
+            "base": self.settings.get("bnb_4bit_quant_type") or "fp4",
+            "unquantized": self.settings.get("llm_int8_skip_modules") or [],
+            "block": NF4.block,
+            "double_quantization": self.settings.get("bnb_4bit_use_double_quant") or False,
+        }
 
-    def load(self, load: Callable[..., Any]) -> Any:
+    def load(self, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         return _without_conversions(load().dequantize())
 
 
-def _without_conversions(model: Any) -> Any:
-    model._weight_conversions = []  # they would save the weights under the packed names
+def _without_conversions(model: PreTrainedModel) -> PreTrainedModel:
+    set_weight_conversions(model, [])  # they would save the weights under the packed names
     return model
 
 
@@ -141,13 +162,15 @@ def file_format(config: Mapping[str, Any]) -> WeightFormat:
 
 
 def trained_format(adapter: AdapterConfig, config: Mapping[str, Any]) -> WeightFormat:
-    """Return the format in which a run with this adapter keeps the base. `config`: the base's config.json."""
+    """Return the format of the base in a run with this adapter. `config`: its config.json."""
     stored = file_format(config)
     return stored if isinstance(stored, Bitsandbytes) else FORMATS.get(adapter.base, DENSE)
 
 
-def round_weights(model: Any, adapter: AdapterConfig, config: Mapping[str, Any] | None = None) -> None:
-    """Replace a full model's weights with the values that a run with this adapter uses. `config`: its config.json."""
+def round_weights(
+    model: PreTrainedModel, adapter: AdapterConfig, config: Mapping[str, Any] | None = None
+) -> None:
+    """Replace a full model's weights with those that a run uses. `config`: its config.json."""
     trained_format(adapter, config or {}).round(model, adapter)
 
 
@@ -173,17 +196,21 @@ def describe_packed(model: nn.Module) -> str:
 
 def check_dense(model: nn.Module) -> None:
     if packed_weights(model):
-        raise ConfigError("save_pretrained cannot write a base in 4 bits; train an adapter, or load it in bfloat16")
+        fix = "train an adapter, or load it in bfloat16"
+        raise ConfigError(f"save_pretrained cannot write a base in 4 bits; {fix}")
 
 
 # ---- packing and reading
 
 
-def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str, Any]) -> None:
-    """Mark the parameters that `pack_weights` will pack: those that bitsandbytes stored in `files` or, if there are
-    none, those of `adapter.base`."""
-    states = [match for name in files if (match := QUANT_STATE.fullmatch(name))]
-    stored = {match[1]: _bitsandbytes_layout(match[2], f"{match[1]}.nested_absmax" in files) for match in states}
+def choose_packed(model: PreTrainedModel, adapter: AdapterConfig | None, files: Mapping) -> None:
+    """Mark the parameters that `pack_weights` will pack: those in `files` of bitsandbytes or, if
+    there are none, those of `adapter.base`."""
+    stored = {}
+    for match in map(QUANT_STATE.fullmatch, files):
+        if match is not None:
+            name, codes = match.groups()
+            stored[name] = _bitsandbytes_layout(codes, f"{name}.nested_absmax" in files)
     for path, module in model.named_modules():
         name = base_tensor_name(f"{path}.weight")
         if name in stored and "weight" in module._parameters:  # not a wrapper
@@ -208,32 +235,44 @@ class DenseWeight(NamedTuple):
 
     shape: torch.Size
 
-    def write(self, full: Any, local: Tensor, rows: slice) -> None:
+    def write(self, full: Tensor, local: Tensor, rows: slice) -> None:
         """Write this rank's shard, `rows` of the first dim of the full tensor."""
         local.copy_(full[rows])
 
 
-def base_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, PackedWeight | DenseWeight]:
+def base_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[str, PackedWeight | DenseWeight]:
     """Return how to write each tensor of a model. Keys are names in the files of the base."""
     packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
     return {name: DenseWeight(tensor.shape) for name, tensor in tensors.items()} | packed
 
 
-def find_blocks(files: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Return the model's tensors that are stored in MXFP4, and the names of the files' tensors that hold a parameter:
-    without those of MXFP4, and without bitsandbytes' scales."""
+def find_scaled_tensors(
+    files: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[list[str], list[str]]:
+    """Return the model's tensors that are stored in MXFP4, and the other stored parameters: names
+    in the files, without bitsandbytes' scales."""
     blocks = [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
     parts = {f"{name}_{part}" for name in blocks for part in ("blocks", "scales")}
-    return blocks, [name for name in files if name not in parts and not STATE_TENSOR.fullmatch(name)]
+    return blocks, [
+        name for name in files if name not in parts and not STATE_TENSOR.fullmatch(name)
+    ]
 
 
-Check = Callable[[str, Sequence[int]], None]  # (name, shape) of a tensor in a file; raises ConfigError
+# (name, shape) of a tensor in a file; raises ConfigError
+Check = Callable[[str, Sequence[int]], None]
 
 
 def read_packed(
-    files: Mapping[str, Any], name: str, weight: PackedWeight, local: Tensor, rows: slice, check: Check
+    files: Mapping[str, Any],
+    name: str,
+    weight: PackedWeight,
+    local: Tensor,
+    rows: slice,
+    check: Check,
 ) -> None:
-    """Read some rows of a packed weight: as bitsandbytes stored them, or from full precision."""
+    """Read rows of a packed weight, from bitsandbytes' files or from full precision."""
     if f"{name}.absmax" in files:
         _read_bitsandbytes(files, name, weight, local, rows)
     else:
@@ -241,22 +280,30 @@ def read_packed(
         weight.write(files[name].get_slice(name), local, rows)
 
 
-def _read_bitsandbytes(files: Mapping[str, Any], name: str, weight: PackedWeight, local: Tensor, rows: slice) -> None:
-    layout, is_double = weight.layout, weight.layout.scales == Scales.DOUBLE
+def _read_bitsandbytes(
+    files: Mapping[str, Any], name: str, weight: PackedWeight, local: Tensor, rows: slice
+) -> None:
+    layout = weight.layout
+    is_double = layout.scales == Scales.DOUBLE
     encoded = _read(files, f"{name}.quant_state.bitsandbytes__{layout.codes}", 0, None)
     state = json.loads(bytes(encoded.tolist()))
-    expected = {"blocksize": 64, "shape": list(weight.shape)} | ({"nested_blocksize": 256} if is_double else {})
+    expected: dict[str, object] = {"blocksize": 64, "shape": list(weight.shape)}
+    if is_double:
+        expected["nested_blocksize"] = 256
     for key, value in expected.items():
         if state[key] != value:
-            raise ConfigError(f"{name} has {key}={state[key]}, not {value}; quantize the model again with defaults")
+            problem = f"{name} has {key}={state[key]}, not {value}"
+            raise ConfigError(f"{problem}; quantize the model again with defaults")
     if rows.start == rows.stop:
         return
     blocks = ROW // layout.block
     scales = _read(files, f"{name}.absmax", rows.start * blocks, rows.stop * blocks)
     nested: tuple[Any, ...] = ()
     if is_double:
-        nested = _read(files, f"{name}.nested_absmax", rows.start, rows.stop), state["nested_offset"]
-    codes = files[name].get_tensor(name).view(torch.uint8).flatten()[rows.start * SCALES_AT : rows.stop * SCALES_AT]
+        means = _read(files, f"{name}.nested_absmax", rows.start, rows.stop)
+        nested = (means, state["nested_offset"])
+    codes = files[name].get_tensor(name).view(torch.uint8).flatten()
+    codes = codes[rows.start * SCALES_AT : rows.stop * SCALES_AT]
     local.view(torch.uint8).copy_(pack_rows(codes, scales, layout, *nested))
 
 
@@ -265,17 +312,23 @@ def _read(files: Mapping[str, Any], name: str, first: int, last: int | None) -> 
 
 
 def read_blocks(
-    files: Mapping[str, Any], name: str, weight: PackedWeight | DenseWeight, local: Tensor, rows: slice, check: Check
+    files: Mapping[str, Any],
+    name: str,
+    weight: PackedWeight | DenseWeight,
+    local: Tensor,
+    rows: slice,
+    check: Check,
 ) -> None:
-    """Read some experts that gpt-oss stored in MXFP4: blocks [e, N, D / 32, 16], with the first code in the low bits.
-    They are dequantized unless the weight has the same format."""
+    """Read experts that gpt-oss stored in MXFP4: blocks [e, N, D / 32, 16], with the first code in
+    the low bits. They are dequantized unless the weight has the same format."""
     if not len(local):
         return
     is_same = isinstance(weight, PackedWeight) and weight.layout == MXFP4
     num_experts, *sizes = weight.shape
     outputs, inputs = sizes if is_same else reversed(sizes)
     check(f"{name}_blocks", (num_experts, outputs, inputs // 32, 16))
-    blocks, scales = (_read(files, f"{name}_{part}", rows.start, rows.stop) for part in ("blocks", "scales"))
+    blocks = _read(files, f"{name}_blocks", rows.start, rows.stop)
+    scales = _read(files, f"{name}_scales", rows.start, rows.stop)
     if not is_same:
         experts = convert_moe_packed_tensors(blocks, scales)
         weight.write(experts, local, slice(0, len(experts)))
@@ -288,20 +341,25 @@ def read_blocks(
 
 
 def convert_bitsandbytes(model: nn.Module) -> None:
-    """Replace bitsandbytes' 4-bit linear modules with nn.Linear, marked to be packed with the same bits, and their PEFT
-    wrappers with the plain ones."""
+    """Replace bitsandbytes' 4-bit linear modules, and PEFT's around them, with plain ones, marked
+    to be packed with the same bits."""
     for path, module in list(model.named_modules()):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         if kind == "transformers.integrations.mxfp4.Mxfp4GptOssExperts":
-            fix = "load it with Mxfp4Config(dequantize=True), or train its files with adapter.base=mxfp4"
-            raise ConfigError(f"{path} has MXFP4 weights in a kernel's layout, which is not supported; {fix}")
+            problem = "has MXFP4 weights in a kernel's layout, which is not supported"
+            fix = "load it with Mxfp4Config(dequantize=True)"
+            raise ConfigError(
+                f"{path} {problem}; {fix}, or train its files with adapter.base=mxfp4"
+            )
         if kind == "bitsandbytes.nn.modules.Linear8bitLt":
+            problem = "has 8-bit weights (load_in_8bit), which are not supported"
             fix = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
-            raise ConfigError(f"{path} has 8-bit weights (load_in_8bit), which are not supported; {fix}")
+            raise ConfigError(f"{path} {problem}; {fix}")
         if kind == "peft.tuners.lora.bnb.Linear4bit":
             from peft.tuners.lora.layer import Linear as LoraLinear
 
-            module.__class__, module.fan_in_fan_out = LoraLinear, False
+            module.__class__ = LoraLinear
+            module.fan_in_fan_out = False
         elif kind == "bitsandbytes.nn.modules.Linear4bit":
             model.set_submodule(path, _convert_linear(path, module))
 
@@ -309,12 +367,15 @@ def convert_bitsandbytes(model: nn.Module) -> None:
 def _convert_linear(path: str, module: Any) -> nn.Linear:
     state = module.weight.quant_state
     if state is None or state.blocksize != 64 or getattr(state, "packing_format_for_cpu", False):
-        raise ConfigError(f"{path} is not quantized in blocks of 64; load the model again, and parallelize it first")
+        fix = "load the model again, and parallelize it first"
+        raise ConfigError(f"{path} is not quantized in blocks of 64; {fix}")
     layout = _bitsandbytes_layout(state.quant_type, state.nested)
     nested = (state.state2.absmax, state.offset) if state.nested else ()
     codes = module.weight.data.view(torch.uint8).flatten()
-    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=state.dtype)
+    sizes = (module.in_features, module.out_features)
+    linear = nn.Linear(*sizes, bias=False, device="meta", dtype=state.dtype)
     linear.weight.requires_grad_(False)
     linear.bias = module.bias
-    linear.__dict__[PACKED_AS] = {"weight": (layout, pack_rows(codes, state.absmax, layout, *nested))}
+    rows = pack_rows(codes, state.absmax, layout, *nested)
+    linear.__dict__[PACKED_AS] = {"weight": (layout, rows)}
     return linear.train(module.training)

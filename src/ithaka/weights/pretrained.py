@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -20,36 +20,50 @@ from ithaka.weights.formats import file_format, round_weights
 USE_DECODER = "use one that AutoModelForCausalLM builds, such as llama"
 
 
-def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
-    """Load a model with plain transformers. ConfigError if its files are damaged or do not match its config.json, for
-    which transformers would draw random weights."""
-    fix, verbosity = "copy the files again, or fix config.json", logging.get_verbosity()
+def load_pretrained(
+    folder: Path, config: PreTrainedConfig | None = None, **options: Any
+) -> PreTrainedModel:
+    """Load a model with plain transformers. Raises ConfigError if files are damaged or do not match
+    config.json: transformers would draw random weights."""
+    fix = "copy the files again, or fix config.json"
+    verbosity = logging.get_verbosity()
     read_json(folder / "config.json", "MODEL=")
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     logging.set_verbosity_error()  # the tensors that it reports raise errors here
     try:
         config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         loader = auto_class(config.model_type)
-        model, loaded = loader.from_pretrained(folder, config=config, trust_remote_code=False, **options)
+        model, loaded = loader.from_pretrained(
+            folder, config=config, trust_remote_code=False, **options
+        )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         if reason.startswith("Unrecognized configuration class"):
-            reason, fix = f"model_type={config.model_type} is not a decoder", USE_DECODER
-        raise input_error(f"MODEL={folder}: the model cannot be loaded ({reason}); {fix}", error) from None
+            reason = f"model_type={getattr(config, 'model_type', None)} is not a decoder"
+            fix = USE_DECODER
+        message = f"MODEL={folder}: the model cannot be loaded ({reason}); {fix}"
+        raise input_error(message, error) from None
     finally:
         logging.set_verbosity(verbosity)
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
-        raise ConfigError(f"MODEL={folder}: model_type={config.model_type} is an encoder, not a decoder; {USE_DECODER}")
+    model_type = config.model_type
+    is_masked = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_masked and getattr(config, "is_decoder", None) is False:
+        problem = f"model_type={model_type} is an encoder, not a decoder"
+        raise ConfigError(f"MODEL={folder}: {problem}; {USE_DECODER}")
     if missing := sorted(loaded["missing_keys"]):
-        raise ConfigError(f"MODEL={folder} has no tensor {missing[0]} ({len(missing)} missing in total); {fix}")
+        problem = f"has no tensor {missing[0]} ({len(missing)} missing in total)"
+        raise ConfigError(f"MODEL={folder} {problem}; {fix}")
     if mismatched := sorted(loaded["mismatched_keys"]):
         name, stored, expected = mismatched[0]
-        raise ConfigError(f"MODEL={folder}: {name} has shape {tuple(stored)}, not {tuple(expected)}; {fix}")
+        problem = f"{name} has shape {tuple(stored)}, not {tuple(expected)}"
+        raise ConfigError(f"MODEL={folder}: {problem}; {fix}")
     return model
 
 
-def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
-    """Load a model with plain transformers. Four-bit weights are dequantized."""
+def load_dequantized(
+    folder: Path, config: PreTrainedConfig | None = None, **options: Any
+) -> PreTrainedModel:
+    """As `load_pretrained`; four-bit weights are dequantized."""
     stored = read_json(folder / "config.json")
     config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if stored.get("quantization_config"):  # a run's config.json does not have it
@@ -58,11 +72,15 @@ def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
 
 
 def merge_adapter(
-    base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path, rounded: AdapterConfig | None = None
+    base: Path,
+    adapter: Path,
+    tensors: dict[str, Tensor],
+    out: Path,
+    rounded: AdapterConfig | None = None,
 ) -> None:
-    """Write the base model with the adapter merged in float32, rounded once to the base's dtype. `adapter`: a directory
-    with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
-    adapter's, named as in PEFT's files. `rounded`: round the base as training with these settings does."""
+    """Write the base model with the adapter merged in float32, rounded once to the base's dtype.
+    `adapter`: a directory with PEFT's configuration, and with config.json if training changed
+    positions. `tensors`: named as in PEFT's files. `rounded`: rounds the base as training does."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
     folder = adapter if (adapter / "config.json").is_file() else base
@@ -71,7 +89,8 @@ def merge_adapter(
     model = load_dequantized(base, config, dtype="auto")
     if rounded is not None:
         round_weights(model, rounded, read_json(base / "config.json"))
-    stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
+    # Some tensors are always in float32.
+    stored = {name: t.dtype for name, t in model.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the base may have another path than in training
         peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
@@ -80,7 +99,9 @@ def merge_adapter(
     except RuntimeError as error:
         reason = str(error).partition("\t")[2].partition("\n")[0]
         fix = "use the base and the adapter_config.json that it was trained with"
-        raise ConfigError(f"the adapter {adapter} does not match its base model {base} ({reason}); {fix}") from None
+        raise ConfigError(
+            f"the adapter {adapter} does not match its base model {base} ({reason}); {fix}"
+        ) from None
     merged = peft_model.merge_and_unload()
     for name, t in merged.state_dict(keep_vars=True).items():
         t.data = t.data.to(stored[name])

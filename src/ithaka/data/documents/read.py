@@ -1,7 +1,7 @@
 """Divide files into shards, and read the documents of a shard.
 
-A shard is read and tokenized as a unit: several small text files or a part of a large one, the JSONL lines that start
-within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
+A shard is read and tokenized as a unit: several small text files or a part of a large one, the
+JSONL lines that start within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 """
 
 import codecs
@@ -15,14 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from ithaka.config import LFS_POINTER, ConfigError, ReadingConfig, input_error
-from ithaka.data.documents.files import SNIFF_BYTES, File, count_bytes, is_streamed, open_dataset, open_file
-from ithaka.data.documents.formats import BadRecord
+from ithaka.data.documents.dialects import BadRecord
+from ithaka.data.documents.files import (
+    SNIFF_BYTES,
+    File,
+    count_bytes,
+    is_streamed,
+    open_dataset,
+    open_file,
+)
 from ithaka.data.documents.images import RecordImages
 from ithaka.data.documents.records import (
     UNUSED,
@@ -47,7 +54,7 @@ FOOTER_READERS = 16  # concurrent requests for Parquet footers on the hub
 
 
 class Part(NamedTuple):
-    """Range [start, stop) of a file: in bytes (text, JSONL), records (JSON, Arrow) or row groups (Parquet)."""
+    """Range [start, stop) of a file: bytes (text, JSONL), records (JSON, Arrow) or row groups."""
 
     file: File
     start: int
@@ -67,10 +74,15 @@ class Shard:
     @property
     def identity(self) -> tuple[object, ...]:
         """Identifies the shard, whatever its directory. Checkpoints contain a hash of it."""
-        parts = ((part.file.path.name, *part[1:], part.file.split) for part in self.parts)
-        settings = {name: value for name, value in vars(self.reading).items() if value != getattr(ReadingConfig, name)}
+        parts = [(part.file.path.name, *part[1:], part.file.split) for part in self.parts]
+        settings = {
+            name: value
+            for name, value in vars(self.reading).items()
+            if value != getattr(ReadingConfig, name)
+        }
         field = None if self.parts[0].file.kind == "text" else self.reading.text_field
-        return (*parts, self.num_bytes, field, self.split, *sorted(settings.items() - {("text_field", field)}))
+        others = sorted(settings.items() - {("text_field", field)})
+        return tuple([*parts, self.num_bytes, field, self.split, *others])
 
     @property
     def is_streamed(self) -> bool:
@@ -82,34 +94,56 @@ class Shard:
         return [path for part in self.parts for path in _list_paths(part.file)]
 
     def documents(self, tokenizer: Tokenizer) -> Iterator[Document]:
-        """Yield the documents on this side of the split. A bad record is a ConfigError, or a skipped document."""
+        """Yield the documents on this side of the split. Refuse or skip bad records."""
         part = self.parts[0]
         if part.file.kind == "text":
             yield from itertools.chain(*map(_read_text, self.parts))
             return
         num_before = 0
         for records in _read_records(part, self.columns):
-            selected: list[tuple[int, Any, bool]] = []
-            for row, raw in enumerate(records, num_before):
-                record = _load_record(raw)
-                key = self._key(raw, record)[0] if self.split is not None else 0
-                if self.split is None or self.split.keeps(key):
-                    selected.append((row, record, self.split is not None and self.split.holds_out(key)))
-            for i, (row, record, is_held_out) in enumerate(selected):
-                parsed = self._parse(record, tokenizer)
+            selected = list(self._select(records, num_before))
+            for i, each in enumerate(selected):
+                parsed = self._parse(each.record, tokenizer)
                 if isinstance(parsed, BadRecord) and self.reading.bad_records == "refuse":
-                    others = (self._parse(other, tokenizer) for _, other, _ in selected[i + 1 :])
-                    num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
-                    count = f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
-                    message = f"{_format_location(part, row)}: {parsed}{count * (num_alike > 1)}"
-                    raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from parsed
+                    self._refuse(parsed, selected, i, tokenizer)
                 if isinstance(parsed, BadRecord):
                     parsed = [Document(skip_reason=parsed.reason)]
-                elif unused := [*self.unused, *find_unused(record, self.reading)]:
+                elif unused := [*self.unused, *find_unused(each.record, self.reading)]:
                     notes = {**parsed[0].notes, **{UNUSED + name: 1 for name in unused}}
                     parsed = [parsed[0]._replace(notes=notes), *parsed[1:]]
-                yield from (document._replace(is_held_out=is_held_out) for document in parsed)
+                for document in parsed:
+                    yield document._replace(is_held_out=each.is_held_out)
             num_before += len(records)
+
+    def _select(self, records: list[object], num_before: int) -> Iterator["SelectedRecord"]:
+        """Yield the records on this side of the split."""
+        for row, raw in enumerate(records, num_before):
+            record = _load_record(raw)
+            if self.split is None:
+                yield SelectedRecord(row, record, False)
+                continue
+            key, _ = self._key(raw, record)
+            if self.split.keeps(key):
+                yield SelectedRecord(row, record, self.split.holds_out(key))
+
+    def _refuse(
+        self,
+        problem: BadRecord,
+        selected: list["SelectedRecord"],
+        index: int,
+        tokenizer: Tokenizer,
+    ) -> NoReturn:
+        """Raise ConfigError for a record, and say how many of the following ones are like it."""
+        num_alike = 1
+        for each in selected[index + 1 :]:
+            other = self._parse(each.record, tokenizer)
+            num_alike += isinstance(other, BadRecord) and other.reason == problem.reason
+        message = f"{_format_location(self.parts[0], selected[index].row)}: {problem}"
+        if num_alike > 1:
+            message += (
+                f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
+            )
+        raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from problem
 
     def contents(self) -> Iterator[tuple[int, int]]:
         """Yield the key, which decides the side of the split, and the bytes of each record."""
@@ -117,48 +151,69 @@ class Shard:
             for records in _read_records(self.parts[0], self.columns):
                 yield from (self._key(raw, _load_record(raw)) for raw in records)
 
-    def _key(self, raw: Any, record: Any) -> tuple[int, int]:
-        is_broken = isinstance(record, BadRecord) and isinstance(raw, bytes)
-        content = raw if is_broken else content_of(record, self.reading)
+    def _key(self, raw: object, record: object) -> tuple[int, int]:
+        """Return the key and the bytes of a record."""
+        if isinstance(record, BadRecord) and isinstance(raw, bytes):
+            content = raw
+        else:
+            content = content_of(record, self.reading)
         return hash_content(content), len(content)
 
-    def _parse(self, record: Any, tokenizer: Tokenizer) -> list[Document] | BadRecord:
+    def _parse(self, record: object, tokenizer: Tokenizer) -> list[Document] | BadRecord:
         try:
             read_images = None
             if self.reading.images == "read":
-                read_images = functools.partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
+                read_images = functools.partial(
+                    RecordImages, tokenizer.images, self.parts[0].file.path.parent
+                )
             if isinstance(record, BadRecord):
                 return record
-            return parse_record(record, self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
+            return parse_record(
+                record, self.reading, tokenizer.chat, tokenizer.vocab_size, read_images
+            )
         except BadRecord as error:
             return error
 
 
-def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None = None) -> list[Shard]:
+class SelectedRecord(NamedTuple):
+    row: int  # in the part
+    record: object  # or what is wrong with it
+    is_held_out: bool
+
+
+def make_shards(
+    files: Sequence[File], reading: ReadingConfig, split: Split | None = None
+) -> list[Shard]:
     """Return the shards of one side of the split (None: of everything), in the order of the files.
 
-    Text files are held out by the hash of their first bytes, or at their end. A missing column in Parquet or Arrow is a
-    ConfigError.
+    Text files are held out by the hash of their first bytes, or at their end. A missing column in
+    Parquet or Arrow is a ConfigError.
     """
     files = [file._replace(stamp=_stamp(file)) for file in files]
-    reading = ReadingConfig(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(ReadingConfig)})
+    reading = ReadingConfig(
+        **{each.name: getattr(reading, each.name) for each in dataclasses.fields(ReadingConfig)}
+    )
     texts = [file for file in files if file.kind == "text"]
     if texts:
         check_train_on(reading, "text", ["all"])
         if reading.format not in ("auto", "text"):
             raise ConfigError(
-                f"{texts[0].path} is plain text, but data.format={reading.format}; use auto, or write records as JSONL"
+                f"{texts[0].path} is plain text, but data.format={reading.format}; use auto, or "
+                "write records as JSONL"
             )
     shards = _make_text_shards(texts, reading, split)
-    if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
+    parquet = [file.path for file in files if file.kind == "parquet"]
+    if streamed := list(filter(is_streamed, parquet)):
         with ThreadPoolExecutor(FOOTER_READERS) as pool:
             for path in streamed:
-                pool.submit(_read_streamed_footer, path)  # fills the cache; errors are reported below, for each file
+                # fills the cache; errors are reported below, for each file
+                pool.submit(_read_streamed_footer, path)
     for file in files:
         if file.kind != "text":
             columns, unused, ranges = _divide_records(file, reading)
             for start, stop, num_bytes in ranges:
-                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split, unused))
+                parts = (Part(file, start, stop),)
+                shards.append(Shard(parts, num_bytes, reading, columns, split, unused))
     return shards
 
 
@@ -172,13 +227,16 @@ def _stamp(file: File) -> str:
     """Name the version of a file. The path of a streamed file names its commit."""
     if is_streamed(file.path):
         return str(file.path)
-    stats = [(str(path.absolute()), path.stat()) for path in _list_paths(file)]
-    return f"{hash_content(repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]).encode()):x}"
+    versions = []
+    for path in _list_paths(file):
+        stat = path.stat()
+        versions.append((str(path.absolute()), stat.st_size, stat.st_mtime_ns))
+    return f"{hash_content(repr(versions).encode()):x}"
 
 
 def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float) -> SourceContent:
-    """Return what the split depends on. Reads the start of each text file; of records all if they are few, else until
-    some are on each side of the split."""
+    """Return what the split depends on. Reads the start of each text file; of records all if they
+    are few, else until some are on each side of the split."""
     texts = [file._replace(stamp=_stamp(file)) for file in files if file.kind == "text"]
     sizes: dict[int, int] = {}
     for file in texts:
@@ -203,29 +261,40 @@ def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float)
     return SourceContent(sizes, is_complete, is_one_text, fraction, num_bytes)
 
 
-def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
-    """Group small files, and divide files above PART_BYTES. The parts are shuffled like documents."""
+def _make_text_shards(
+    files: Sequence[File], reading: ReadingConfig, split: Split | None
+) -> list[Shard]:
+    """Group small files, and divide files above PART_BYTES into parts, which are shuffled."""
     ranges = []
     for file in files:
-        size, key = file.path.stat().st_size, _text_key(file) if split is not None else 0
+        size = file.path.stat().st_size
+        key = _text_key(file) if split is not None else 0
         if split is None or split.held_out is None:
             ranges.append((file, 0, size))
         elif key in split.cuts:
             target = size - max(1, round(size * split.fraction))
-            middle = _find_cut(file.path, max(0, target // 2 - 4), target)  # a newline far before is not used
-            ranges.append((file, middle, size) if split.held_out else (file, 0, middle))
+            # a newline far before is not used
+            middle = _find_cut(file.path, max(0, target // 2 - 4), target)
+            start, stop = (middle, size) if split.held_out else (0, middle)
+            ranges.append((file, start, stop))
         elif split.keeps(key):
             ranges.append((file, 0, size))
     groups: list[list[Part]] = []
     room = 0
-    for file, start, stop in (each for each in ranges if each[2] > each[1]):
+    for file, start, stop in ranges:
+        if start >= stop:
+            continue
         for low, high in pairwise(_divide_text(file.path, start, stop, PART_BYTES)):
             if high - low > room:
                 groups.append([])
                 room = SHARD_BYTES
             groups[-1].append(Part(file, low, high, ends_document=high == stop))
             room -= high - low
-    return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
+    shards = []
+    for group in groups:
+        num_bytes = sum(part.stop - part.start for part in group)
+        shards.append(Shard(tuple(group), num_bytes, reading))
+    return shards
 
 
 @functools.lru_cache(1 << 20)  # a smaller cache would be of no use to folders with more files
@@ -241,12 +310,16 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise input_error(f"{path} cannot be read ({error}); restore it, or use another path", error) from error
+        raise input_error(
+            f"{path} cannot be read ({error}); restore it, or use another path", error
+        ) from error
 
 
 def _read_text(part: Part) -> Iterator[Document]:
     """Yield one document in chunks."""
-    for low, high in pairwise(_divide_text(part.file.path, part.start, part.stop, TEXT_CHUNK_BYTES)):
+    for low, high in pairwise(
+        _divide_text(part.file.path, part.start, part.stop, TEXT_CHUNK_BYTES)
+    ):
         try:
             text = _read_bytes(part.file.path, low, high).decode()
         except UnicodeDecodeError as error:
@@ -265,8 +338,8 @@ def _divide_text(path: Path, start: int, stop: int, max_bytes: int) -> list[int]
 
 
 def _find_cut(path: Path, low: int, high: int) -> int:
-    """Return where to cut [low, high), which starts with the text or has 4 bytes: after the last newline if one is near
-    the end, else between characters."""
+    """Return where to cut [low, high), which starts with the text or has 4 bytes: after the last
+    newline if one is near the end, else between characters."""
     raw = _read_bytes(path, max(low, high - TEXT_CHUNK_BYTES), high)
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
     decoder.decode(raw)
@@ -283,7 +356,7 @@ def _read_bytes(path: Path, low: int, high: int) -> bytes:
     return raw
 
 
-def _load_record(raw: Any) -> Any:
+def _load_record(raw: object) -> object:
     """Return a record as an object, or what is wrong with it."""
     try:
         return _parse_json(raw)
@@ -291,21 +364,27 @@ def _load_record(raw: Any) -> Any:
         return error
 
 
-def _parse_json(record: Any) -> Any:
+def _parse_json(record: object) -> object:
     """Parse a line of JSONL. Records of other formats are objects already."""
     if not isinstance(record, bytes):
         return record
     if 0 in record:  # json would detect UTF-16 or UTF-32
-        raise BadRecord("with NUL bytes", f"NUL at its byte {record.index(0)}; write UTF-8 without NUL bytes")
+        raise BadRecord(
+            "with NUL bytes", f"NUL at its byte {record.index(0)}; write UTF-8 without NUL bytes"
+        )
     try:
         return json.loads(record, object_pairs_hook=_make_object)
     except BadRecord:
         raise
     except (ValueError, RecursionError) as error:
         if record.startswith(LFS_POINTER):
-            raise BadRecord("not JSON", "not JSON but a Git LFS pointer; run `git lfs pull`") from error
-        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise BadRecord("not JSON", f"not JSON ({problem}); write one JSON object per line") from error
+            detail = "not JSON but a Git LFS pointer; run `git lfs pull`"
+        elif isinstance(error, json.JSONDecodeError):
+            problem = f"{error.msg} at column {error.colno}"
+            detail = f"not JSON ({problem}); write one JSON object per line"
+        else:
+            detail = f"not JSON ({error}); write one JSON object per line"
+        raise BadRecord("not JSON", detail) from error
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -314,7 +393,9 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRecord("with duplicate keys", f'the key "{twice}" occurs twice in an object; keep one')
+        raise BadRecord(
+            "with duplicate keys", f'the key "{twice}" occurs twice in an object; keep one'
+        )
     return values
 
 
@@ -327,12 +408,17 @@ def _format_location(part: Part, row: int) -> str:
         location = f"line {row + 1} after byte {part.start}"
     elif part.file.kind == "jsonl":
         with part.file.path.open("rb") as file:
-            lines = (n for n, line in enumerate(file, 1) if file.tell() - len(line) >= part.start and line.strip())
-            location = f"line {next(itertools.islice(lines, row, None))}"
+            num_before = 0  # records of the part
+            for number, line in enumerate(file, 1):
+                if file.tell() - len(line) >= part.start and line.strip():
+                    if num_before == row:
+                        location = f"line {number}"
+                        break
+                    num_before += 1
     return f"{part.file.path} {location}"
 
 
-def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
+def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[object]]:
     """Yield batches of records. JSONL records are unparsed lines."""
     path = part.file.path
     if part.file.kind == "jsonl":
@@ -343,43 +429,52 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
         except BadRecord as error:
             raise ConfigError(f"{path}: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
+            raise ConfigError(
+                f"{path} is not JSON ({error}); repair it, or write it as JSONL"
+            ) from error
     elif part.file.kind == "parquet":
         with _open_parquet(path) as file:
             batches = file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns)
-            yield from ([drop_null_fields(row) for row in rows] for rows in _read_batches(batches, part))
+            for rows in _read_batches(batches, part):
+                yield [*map(drop_null_fields, rows)]
     else:
         table = _open_table(part.file).select_columns(columns)
         for low in range(part.start, part.stop, BATCH_RECORDS):
             rows = table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
-            yield [drop_null_fields(row) for row in rows]
+            yield [*map(drop_null_fields, rows)]
 
 
-def _read_batches(batches: Iterator[Any], part: Part) -> Iterator[list[Any]]:
+def _read_batches(batches: Iterator[pa.RecordBatch], part: Part) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each batch of a Parquet row group."""
     try:
-        yield from (batch.to_pylist() for batch in batches)
+        for batch in batches:
+            yield batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         location = f"{part.file.path} row group {part.start}"
-        raise input_error(f"{location} cannot be read ({error}); copy the file again", error) from error
+        raise input_error(
+            f"{location} cannot be read ({error}); copy the file again", error
+        ) from error
 
 
-def _open_parquet(path: Path) -> Any:
+def _open_parquet(path: Path) -> pa.parquet.ParquetFile:
     if not is_streamed(path):
         return pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     # pre_buffer: fetch the columns of a row group in few requests.
-    return pa.parquet.ParquetFile(open_file(path), metadata=_read_streamed_footer(path), pre_buffer=True)
+    return pa.parquet.ParquetFile(
+        open_file(path), metadata=_read_streamed_footer(path), pre_buffer=True
+    )
 
 
 @functools.lru_cache(1 << 14)
-def _read_streamed_footer(path: Path) -> Any:
+def _read_streamed_footer(path: Path) -> pa.parquet.FileMetaData:
     return pa.parquet.read_metadata(open_file(path))
 
 
 def _read_lines(part: Part) -> Iterator[bytes]:
     with open_file(part.file.path) as file:
         if part.start:
-            # A line that crosses the start belongs to an earlier shard. It may cross the end as well.
+            # A line that crosses the start belongs to an earlier shard. It may cross the end as
+            # well.
             file.seek(part.start - 1)
             if not file.readline(part.stop - part.start + 1).endswith(b"\n"):
                 return
@@ -399,7 +494,8 @@ def _divide_records(
     if file.kind == "json":
         return (), (), [(0, 1, file.path.stat().st_size)]
     if file.kind == "jsonl":
-        size, first = count_bytes(file.path), b""
+        size = count_bytes(file.path)
+        first = b""
         if not is_streamed(file.path):
             with file.path.open("rb") as lines:
                 first = next(filter(bytes.strip, lines), b"")
@@ -408,22 +504,27 @@ def _divide_records(
                 detect_format(_parse_json(first), reading)
         except BadRecord as error:
             raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
-        return (), (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
+        edges = [*range(0, size, SHARD_BYTES), size]
+        return (), (), [(low, high, high - low) for low, high in pairwise(edges)]
     if file.kind == "parquet":
         try:
             with _open_parquet(file.path) as parquet:
-                names, metadata = parquet.schema_arrow.names, parquet.metadata
+                names = parquet.schema_arrow.names
+                metadata = parquet.metadata
         except pa.ArrowInvalid as error:
-            raise ConfigError(f"{file.path} is not valid Parquet ({error}); write it again") from error
+            raise ConfigError(
+                f"{file.path} is not valid Parquet ({error}); write it again"
+            ) from error
         groups = range(metadata.num_row_groups)
         ranges = [(group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
     else:
         table = _open_table(file)
-        names, row_bytes = table.column_names, table.data.nbytes // max(len(table), 1) + 1
+        names = table.column_names
+        row_bytes = table.data.nbytes // max(len(table), 1) + 1
         edges = [*range(0, len(table), max(1, SHARD_BYTES // row_bytes)), len(table)]
         ranges = [(low, high, row_bytes * (high - low)) for low, high in pairwise(edges)]
     try:
-        columns = tuple(detect_format(dict.fromkeys(names), reading)[1])
-        return columns, tuple(name for name in names if name not in columns), ranges
+        _, columns = detect_format(dict.fromkeys(names), reading)
     except BadRecord as error:
         raise ConfigError(f"{file.path} {error}") from error
+    return tuple(columns), tuple(name for name in names if name not in columns), ranges

@@ -4,18 +4,19 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.config.units import plural
-from ithaka.data.documents import formats
-from ithaka.data.documents.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
-from ithaka.data.documents.formats import BadRecord, Message
+from ithaka.data.documents import dialects
+from ithaka.data.documents.chat import ChatTemplate, Sample, TrainedRanges
+from ithaka.data.documents.dialects import BadRecord, Message
 from ithaka.data.documents.images import Medium, RecordImages
 from ithaka.data.documents.split import to_content
-from ithaka.inputs.batch import MEDIA
+from ithaka.data.documents.turns import TEMPLATE_REFUSES
+from ithaka.inputs.shard import MEDIA
 from ithaka.layer.loss import IGNORE_INDEX
 
 
@@ -27,25 +28,36 @@ class RecordFormat(NamedTuple):
 
 
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
-SIDES = "chosen", "rejected"  # the samples of a pair
-TEACHER = "teacher_ids", "teacher_logprobs"  # per token: lists of ids that may be at its place, and how likely
-NOT_CONTENT = "labels", "attention_mask", "label", *TEACHER  # copies of a record may differ in these
-QUESTIONS = "question", "instruction", "query", "problem", "input"  # other names of a prompt
-LOSS_MASKS = "loss_mask", "completion_mask", "assistant_masks"  # other forms of labels
+SIDES = ("chosen", "rejected")  # the samples of a pair
+# For each token: lists of ids that may be at its place, and how likely.
+TEACHER = ("teacher_ids", "teacher_logprobs")
+NOT_CONTENT = ("labels", "attention_mask", "label", *TEACHER)  # copies of a record may differ here
+QUESTIONS = ("question", "instruction", "query", "problem", "input")  # other names of a prompt
+LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # other forms of labels
 UNUSED = "unused field "  # starts the names of notes
 FORMATS = {
-    "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
+    "messages": RecordFormat(
+        ["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]
+    ),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
-    "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"], QUESTIONS),
-    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"], ["label"]),
-    "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
-    "input_ids": RecordFormat(["input_ids"], ["labels", "attention_mask", *TEACHER], ["all", "teacher"], LOSS_MASKS),
+    "preference": RecordFormat(
+        [*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"], QUESTIONS
+    ),
+    "prompt_completion": RecordFormat(
+        ["prompt", "completion"], ["tools", *LISTS], ["completion", "all"], ["label"]
+    ),
+    "alpaca": RecordFormat(
+        ["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]
+    ),
+    "input_ids": RecordFormat(
+        ["input_ids"], ["labels", "attention_mask", *TEACHER], ["all", "teacher"], LOSS_MASKS
+    ),
 }
 FORMATS["anthropic"] = FORMATS["messages"]  # content blocks are recognized in each message
 
 
 class Document(NamedTuple):
-    """A document to tokenize: `text`, or `ids` (see Documents.tokens). A long text comes in several parts."""
+    """A document to tokenize, or a part of a long text: `text`, or `ids` (see Documents.tokens)."""
 
     text: str = ""
     trained: TrainedRanges = None
@@ -63,145 +75,176 @@ class Document(NamedTuple):
     is_held_out: bool = False
 
 
-def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
-    """Return the format of a record and the fields to read. Raise BadRecord if a field is missing."""
-    if not isinstance(record, dict):
-        raise BadRecord("not an object", f"a {type(record).__name__}; write each record as a JSON object")
+def detect_format(record: object, reading: ReadingConfig) -> tuple[str, list[str]]:
+    """Return the format of a record and the fields to read. BadRecord if one is missing."""
+    record = _as_object(record)
     name: str = reading.format
     if name == "auto":
         matches = (name for name, each in FORMATS.items() if set(each.required) <= set(record))
         name = "text" if reading.text_field != ReadingConfig.text_field else next(matches, "text")
     record_format = FORMATS.get(name, RecordFormat([reading.text_field], [], ["all"]))
     if name in ("messages", "sharegpt") and not set(record_format.required) & set(record):
-        other = {"messages": "sharegpt", "sharegpt": "messages"}[name]  # the same messages under the other name
-        record_format = FORMATS[other] if set(FORMATS[other].required) <= set(record) else record_format
-    if missing := [field for field in record_format.required if field not in record]:
-        label, fix = f"{missing[0]}, required by data.format={name}", "set data.format to match the data, or to auto"
-        if name == "text":
-            label = f"data.text_field={missing[0]}"
-            fix = "set data.text_field to the field that holds the text, or write messages, or prompt and completion"
-        if name == "text" and reading.train_on == "pairs":
-            label, fix = "chosen or no field rejected, and loss.type=dpo needs both", "add it"
-        fields = ", ".join(record) or "none"
-        raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
+        # the same messages under the other name
+        other = FORMATS[{"messages": "sharegpt", "sharegpt": "messages"}[name]]
+        if set(other.required) <= set(record):
+            record_format = other
+    missing = [field for field in record_format.required if field not in record]
+    if missing:
+        _refuse_missing(missing[0], record, name, reading)
     check_train_on(reading, name, record_format.train_on)
     others = (*record_format.optional, *record_format.checked)
     return name, [*record_format.required, *(field for field in others if field in record)]
 
 
-def find_unused(record: Any, reading: ReadingConfig) -> list[str]:
+def _as_object(record: object) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise BadRecord(
+            "not an object", f"a {type(record).__name__}; write each record as a JSON object"
+        )
+    return record
+
+
+def _refuse_missing(
+    field: str, record: Mapping[str, Any], format_name: str, reading: ReadingConfig
+) -> NoReturn:
+    label = f"{field}, required by data.format={format_name}"
+    fix = "set data.format to match the data, or to auto"
+    if format_name == "text":
+        label = f"data.text_field={field}"
+        fix = (
+            "set data.text_field to the field that holds the text, or write messages, or prompt "
+            "and completion"
+        )
+    if format_name == "text" and reading.train_on == "pairs":
+        label = "chosen or no field rejected, and loss.type=dpo needs both"
+        fix = "add it"
+    fields = ", ".join(record) or "none"
+    raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
+
+
+def find_unused(record: object, reading: ReadingConfig) -> list[str]:
     """Return the fields that change nothing."""
     name, _ = detect_format(record, reading)
     each = FORMATS.get(name, RecordFormat([reading.text_field], [], []))
-    return [field for field in record if field not in (*each.required, *each.optional)]
+    read = (*each.required, *each.optional)
+    return [field for field in _as_object(record) if field not in read]
 
 
 def _refuse_other_meaning(record: Mapping[str, Any], format_name: str) -> None:
     """Raise BadRecord if a field says that the record is not what its format makes of it."""
     if format_name == "prompt_completion" and record.get("label", True) == 0:
         detail = "has label=false: its completion is a bad answer, which cross-entropy would teach"
-        raise BadRecord("with a bad answer", f"{detail}; drop the record, or write prompt, chosen and rejected")
-    for name in QUESTIONS if format_name == "preference" and record.get("prompt") is None else ():
-        question = record.get(name)
-        if isinstance(question, str) and question.strip() and not _contains(record["chosen"], question.strip()):
-            detail = f"has {name}, which chosen does not contain, and no prompt, so the question would be lost"
-            raise BadRecord("without its prompt", f"{detail}; rename {name} to prompt")
-    for name in LOSS_MASKS if format_name == "input_ids" and record.get("labels") is None else ():
-        mask = record.get(name)
-        if mask is not None and not (isinstance(mask, list) and all(mask)):
-            detail = f"has {name}, which is not read, so all tokens would be trained on"
-            raise BadRecord("with a mask that is not read", f"{detail}; write labels, -100 where {name} is 0")
+        raise BadRecord(
+            "with a bad answer", f"{detail}; drop the record, or write prompt, chosen and rejected"
+        )
+    if format_name == "preference" and record.get("prompt") is None:
+        for name in QUESTIONS:
+            question = record.get(name)
+            if not isinstance(question, str) or not question.strip():
+                continue
+            if not _contains(record["chosen"], question.strip()):
+                raise BadRecord(
+                    "without its prompt",
+                    f"has {name}, which chosen does not contain, and no prompt, so the question "
+                    f"would be lost; rename {name} to prompt",
+                )
+    if format_name == "input_ids" and record.get("labels") is None:
+        for name in LOSS_MASKS:
+            mask = record.get(name)
+            if mask is not None and not (isinstance(mask, list) and all(mask)):
+                raise BadRecord(
+                    "with a mask that is not read",
+                    f"has {name}, which is not read, so all tokens would be trained on; write "
+                    f"labels, -100 where {name} is 0",
+                )
 
 
-def _contains(answer: Any, text: str) -> bool:
+def _contains(answer: object, text: str) -> bool:
     """Whether an answer, text or messages, contains `text`."""
     if isinstance(answer, str):
         return text in answer
     messages = answer if isinstance(answer, list) else []
-    return any(isinstance(each, Mapping) and text in str(each.get("content", each.get("value"))) for each in messages)
+    return any(
+        isinstance(each, Mapping) and text in str(each.get("content", each.get("value")))
+        for each in messages
+    )
 
 
-def content_of(record: Any, reading: ReadingConfig) -> bytes:
-    """Return what decides the side of the split: the fields to read, whatever their order, labels and format."""
+def content_of(record: object, reading: ReadingConfig) -> bytes:
+    """Return what decides the side of the split: the fields to read, whatever their order."""
     try:
         _, fields = detect_format(record, reading)
+        values = _as_object(record)
     except BadRecord:
         return to_content(record)
-    read = drop_null_fields({field: record[field] for field in fields if field not in NOT_CONTENT})
+    read = drop_null_fields({field: values[field] for field in fields if field not in NOT_CONTENT})
     return to_content([value for value in read.values() if value is not None])
 
 
 def drop_null_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
+    """Drop nulls inside values, with which Arrow fills up the objects of a column."""
+    return {name: _drop_nulls(value) for name, value in record.items()}
 
-    def drop(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: drop(each) for name, each in value.items() if each is not None}
-        return [*map(drop, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
 
-    return {name: drop(value) for name, value in record.items()}
+def _drop_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [*map(_drop_nulls, value)]
+    return value
 
 
 def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
     if reading.train_on not in ("auto", *train_on):
         if reading.train_on == "pairs":
             fix = "use such records, or loss.type=cross_entropy"
-            raise ConfigError(f"loss.type=dpo needs chosen and rejected, not data of format {format_name}; {fix}")
+            raise ConfigError(
+                f"loss.type=dpo needs chosen and rejected, not data of format {format_name}; {fix}"
+            )
         if reading.train_on == "teacher":
-            rule = f"loss.teacher=data needs input_ids, {' and '.join(TEACHER)}, not data of format {format_name}"
-            raise ConfigError(f"{rule}; use such records, or a model as the teacher")
+            raise ConfigError(
+                f"loss.teacher=data needs input_ids, {' and '.join(TEACHER)}, not data of format "
+                f"{format_name}; use such records, or a model as the teacher"
+            )
         fix = f"use {' or '.join(train_on)}, or auto"
-        raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
+        raise ConfigError(
+            f"data.train_on={reading.train_on} does not apply to data of format "
+            f"{format_name}; {fix}"
+        )
 
 
 def parse_record(
-    record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int,
-    read_images: Callable[[Any], RecordImages] | None = None,
-) -> list[Document]:  # fmt: skip
-    """Return the documents of a record: one, or several for a pair or unrolled reasoning. Raise BadRecord if it cannot
-    be trained on. `read_images` gets the images and videos that the record lists outside its messages."""
+    record: object,
+    reading: ReadingConfig,
+    chat: ChatTemplate,
+    vocab_size: int,
+    read_images: Callable[[Mapping[str, Any]], RecordImages] | None = None,
+) -> list[Document]:
+    """Return the documents of a record: one, or several for a pair or unrolled reasoning. Raise
+    BadRecord if it cannot be trained on. `read_images` gets the images and videos that the record
+    lists outside its messages."""
     format_name, fields = detect_format(record, reading)
+    record = _as_object(record)
     _refuse_other_meaning(record, format_name)
     if reading.train_on == "pairs":
-        own = dataclasses.replace(reading, train_on="auto")
-        if record["chosen"] == record["rejected"]:
-            raise BadRecord("with equal answers", "chosen equals rejected, so there is no preference; drop the record")
-        records = record, record | {"chosen": record["rejected"], "rejected": record["chosen"]}
-        answers = [parse_record(each, own, chat, vocab_size) for each in records]
-        if unrolled := [side for side, samples in zip(SIDES, answers, strict=True) if len(samples) > 1]:
-            detail = f"{unrolled[0]} has reasoning that needs several samples; set data.reasoning to {{turns: last}}"
-            raise BadRecord("with reasoning in several turns", detail)
-        (chosen,), (rejected,) = answers
-        for side, each, answer in zip(SIDES, records, (chosen, rejected), strict=True):
-            if formats.is_blank(formats.split_preference(record.get("prompt"), *(each[name] for name in SIDES))[1]):
-                raise BadRecord("with an empty answer", f"{side} is empty; write an answer, or drop the record")
-            if answer.trained is not None and not any(a < b for a, b in answer.trained):
-                detail = f"{side} has nothing to train; end it with an assistant's message, or drop the record"
-                raise BadRecord("with nothing to train", detail)
-        return [chosen, rejected._replace(is_record=False, notes={})]
-    values, uses_teacher = [record[field] for field in fields], reading.train_on == "teacher"
+        return _parse_pair(record, reading, chat, vocab_size)
+    first = record[fields[0]]
     if format_name == "text":
-        text = _check_string(values[0], f"data.text_field={reading.text_field}")
+        text = _check_string(first, f"data.text_field={reading.text_field}")
         return [Document(text, add_bos_eos=True)]
     if format_name == "input_ids":
-        ids = _parse_ids(values[0], record.get("labels"), vocab_size)
-        teacher = _parse_teacher([record.get(name) for name in TEACHER], len(ids), vocab_size) if uses_teacher else None
-        kept = _unpadded_range(record.get("attention_mask"), len(ids))
-        return [Document(ids=ids[kept], teacher=None if teacher is None else teacher[kept])]
-    prompt: Any = []
-    completion = formats.from_alpaca(record) if format_name == "alpaca" else values[0]
-    if format_name == "prompt_completion":
-        prompt, completion = values[0], values[1]
-    elif format_name == "preference":
-        prompt, completion = formats.split_preference(record.get("prompt"), *values[:2])
-    if format_name in ("prompt_completion", "preference") and not (
-        isinstance(prompt, list) and isinstance(completion, list)
-    ):
-        names = fields[:2] if format_name == "prompt_completion" else ["prompt", "chosen"]
-        prompt, completion = (_check_string(text, name) for name, text in zip(names, (prompt, completion), strict=True))
-        text = prompt + completion
-        trained, spans = [(len(prompt), len(text))], [(0, "excluded"), (len(prompt), "assistant")]
-        return [Document(text, None if reading.train_on == "all" else trained, add_bos_eos=True, spans=spans)]
+        return [_parse_tokens(record, reading, vocab_size)]
+    prompt: list[Any] = []
+    completion: object = first
+    if format_name == "alpaca":
+        completion = dialects.from_alpaca(record)
+    elif format_name in ("prompt_completion", "preference"):
+        question, completion = _split_prompt(record, format_name)
+        if not (isinstance(question, list) and isinstance(completion, list)):
+            name = "completion" if format_name == "prompt_completion" else "chosen"
+            text = _check_string(question, "prompt")
+            return [_join_texts(text, _check_string(completion, name), reading)]
+        prompt = question
     if record.get("system"):
         prompt = [{"role": "system", "content": record["system"]}, *prompt]
     media = {kind: record.get(name) for kind, name in zip(MEDIA, LISTS, strict=True)}
@@ -210,24 +253,86 @@ def parse_record(
             count = len(listed) if isinstance(listed, list) else 1
             fix = "remove them, or set data.images to drop"
             raise BadRecord(f"with {kind}s", f"has {plural(count, kind)}; {fix}")
-    reader, tools = read_images(media) if read_images else None, record.get("tools") or record.get("functions")
+    reader = read_images(media) if read_images else None
+    tools = record.get("tools") or record.get("functions")
     return _parse_conversation(prompt, completion, tools, reading, chat, reader)
 
 
+def _parse_pair(
+    record: dict[str, Any], reading: ReadingConfig, chat: ChatTemplate, vocab_size: int
+) -> list[Document]:
+    """Return the chosen and the rejected sample of a preference."""
+    reading = dataclasses.replace(reading, train_on="auto")
+    if record["chosen"] == record["rejected"]:
+        raise BadRecord(
+            "with equal answers",
+            "chosen equals rejected, so there is no preference; drop the record",
+        )
+    swapped = record | {"chosen": record["rejected"], "rejected": record["chosen"]}
+    records = (record, swapped)
+    answers = [parse_record(each, reading, chat, vocab_size) for each in records]
+    for side, samples in zip(SIDES, answers, strict=True):
+        if len(samples) > 1:
+            raise BadRecord(
+                "with reasoning in several turns",
+                f"{side} has reasoning that needs several samples; set data.reasoning to "
+                "{turns: last}",
+            )
+    (chosen,), (rejected,) = answers
+    for side, each, sample in zip(SIDES, records, (chosen, rejected), strict=True):
+        _, answer = _split_prompt(each, "preference")
+        if dialects.is_blank(answer):
+            raise BadRecord(
+                "with an empty answer", f"{side} is empty; write an answer, or drop the record"
+            )
+        if sample.trained is not None and not any(low < high for low, high in sample.trained):
+            raise BadRecord(
+                "with nothing to train",
+                f"{side} has nothing to train; end it with an assistant's message, or drop the "
+                "record",
+            )
+    return [chosen, rejected._replace(is_record=False, notes={})]
+
+
+def _split_prompt(record: dict[str, Any], format_name: str) -> tuple[object, object]:
+    """Return the prompt and the completion: both are texts, or lists of messages."""
+    if format_name == "prompt_completion":
+        return record["prompt"], record["completion"]
+    return dialects.split_preference(record.get("prompt"), record["chosen"], record["rejected"])
+
+
+def _join_texts(prompt: str, completion: str, reading: ReadingConfig) -> Document:
+    text = prompt + completion
+    return Document(
+        text,
+        None if reading.train_on == "all" else [(len(prompt), len(text))],
+        add_bos_eos=True,
+        spans=[(0, "excluded"), (len(prompt), "assistant")],
+    )
+
+
 def _parse_conversation(
-    prompt: list[Any], completion: Any, tools: Any, reading: ReadingConfig, chat: ChatTemplate,
+    prompt: list[Any],
+    completion: object,
+    tools: object,
+    reading: ReadingConfig,
+    chat: ChatTemplate,
     reader: RecordImages | None,
-) -> list[Document]:  # fmt: skip
+) -> list[Document]:
     """Render messages. Those of the `prompt` are not trained on unless data.train_on=all."""
     if not isinstance(completion, list) or not completion:
-        fix = "write a JSON list, not its text" if isinstance(completion, str) else "drop the record"
+        fix = "drop the record"
+        if isinstance(completion, str):
+            fix = "write a JSON list, not its text"
         raise BadRecord("without messages", f"messages is not a list, or an empty one; {fix}")
     messages: list[Message] = []
     trainable: list[bool] = []
     notes = Counter[str]()
-    images: formats.Images = "drop" if reading.images == "drop" else "refuse" if reader is None else reader.render
+    images: dialects.Images = "refuse" if reader is None else reader.render
+    if reading.images == "drop":
+        images = "drop"
     for n, raw in enumerate([*prompt, *completion], 1):
-        for message, trains, num_images in formats.to_messages(raw, f"message {n}", images):
+        for message, trains, num_images in dialects.to_messages(raw, f"message {n}", images):
             messages.append(message)
             trainable.append(trains and (n > len(prompt) or reading.train_on == "all"))
             notes["dropped images"] += num_images if reader is None else 0
@@ -236,39 +341,58 @@ def _parse_conversation(
         message["role"] == "assistant" and (trains or n >= len(prompt))
         for n, (message, trains) in enumerate(zip(messages, trainable, strict=True))
     ):
-        raise BadRecord("without an assistant's turn", "has no assistant turn to train on; add one, or drop it")
-    schemas = formats.parse_tools(tools)
-    samples = _render_variants(messages, lambda variant: chat.render(variant, schemas, trainable, reading))
+        raise BadRecord(
+            "without an assistant's turn", "has no assistant turn to train on; add one, or drop it"
+        )
+    schemas = dialects.parse_tools(tools)
+    samples = _render_variants(
+        messages, lambda variant: chat.render(variant, schemas, trainable, reading)
+    )
     samples[0] = samples[0]._replace(notes=samples[0].notes + notes)
     return [
         Document(
-            _check_unicode(sample.text), sample.trained, turns=sample.turns, spans=sample.spans, notes=sample.notes,
-            is_record=i == 0, images=() if reader is None else reader.select(sample.text),
+            _check_unicode(sample.text),
+            sample.trained,
+            turns=sample.turns,
+            spans=sample.spans,
+            notes=sample.notes,
+            is_record=i == 0,
+            images=() if reader is None else reader.select(sample.text),
         )
         for i, sample in enumerate(samples)
-    ]  # fmt: skip
+    ]
 
 
-def _render_variants(messages: list[Message], render: Callable[[list[Message]], list[Sample]]) -> list[Sample]:
-    """Render with null content as an empty string, which is what null means in OpenAI's format. If the template fails,
-    render the messages unchanged, then as DeepSeek's templates need them: null content, and arguments as strings."""
-    nulls = [{"content": None} | message if message["role"] == "assistant" else message for message in messages]
-    empty = [{**message, "content": ""} if message.get("content", 0) is None else message for message in nulls]
+def _render_variants(
+    messages: list[Message], render: Callable[[list[Message]], list[Sample]]
+) -> list[Sample]:
+    """Render with null content as an empty string, which is what null means in OpenAI's format. If
+    the template fails, render the messages unchanged, then as DeepSeek's templates need them: null
+    content, and arguments as strings."""
+    nulls = [
+        {"content": None} | message if message["role"] == "assistant" else message
+        for message in messages
+    ]
+    empty = [
+        {**message, "content": ""} if message.get("content", 0) is None else message
+        for message in nulls
+    ]
     as_strings = [
-        formats.convert_arguments({**each, "content": each["content"] or None}, json.dumps)
+        dialects.convert_arguments({**each, "content": each["content"] or None}, json.dumps)
         if "tool_calls" in each
         else each
         for each in nulls
     ]
+    others = [variant for variant in (messages, as_strings) if variant != empty]
     refused: BadRecord | None = None
-    for variant in (empty, *(each for each in (messages, as_strings) if each != empty)):
+    for variant in (empty, *others):
         try:
             return render(variant)
         except BadRecord as error:
             if error.reason != TEMPLATE_REFUSES:
                 raise
-            # Prefer the template's own message to a crash.
-            refused = error if refused is None or error.__cause__ is None else refused
+            if refused is None or error.__cause__ is None:  # a template's own message, no crash
+                refused = error
     assert refused is not None
     raise refused
 
@@ -278,71 +402,113 @@ def _check_unicode(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         detail = (
-            f"has half of a surrogate pair ({error.object[error.start]!r}); write valid Unicode, or drop the record"
+            f"has half of a surrogate pair ({error.object[error.start]!r}); write valid "
+            "Unicode, or drop the record"
         )
         raise BadRecord("with invalid Unicode", detail) from error
     return text
 
 
-def _check_string(value: Any, label: str) -> str:
+def _check_string(value: object, label: str) -> str:
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
-        raise BadRecord("without text", f"{label} is {kind}, not a string; drop the record, or use a field of text")
+        raise BadRecord(
+            "without text",
+            f"{label} is {kind}, not a string; drop the record, or use a field of text",
+        )
     return _check_unicode(value)
 
 
-def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
+def _parse_tokens(record: dict[str, Any], reading: ReadingConfig, vocab_size: int) -> Document:
+    ids = _parse_ids(record["input_ids"], record.get("labels"), vocab_size)
+    teacher = None
+    if reading.train_on == "teacher":
+        columns = [record.get(name) for name in TEACHER]
+        teacher = _parse_teacher(columns, len(ids), vocab_size)
+    kept = _unpadded_range(record.get("attention_mask"), len(ids))
+    return Document(ids=ids[kept], teacher=None if teacher is None else teacher[kept])
+
+
+def _parse_ids(ids: object, labels: object, vocab_size: int) -> np.ndarray:
     """Return ids as in Documents.tokens: ~id where the label is IGNORE_INDEX."""
-
-    def to_array(name: str, values: Any) -> np.ndarray:
-        try:
-            array = np.asarray(values)
-        except ValueError:  # lists of unequal lengths
-            array = np.asarray(None)
-        if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
-            raise BadRecord("without token ids", f"{name} is not a list of integers; write integers, or drop it")
-        return array.astype(np.int64)
-
-    tokens = to_array("input_ids", ids)
+    tokens = _to_array("input_ids", ids)
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-        detail = f"input_ids has ids from {tokens.min()} to {tokens.max()}; the tokenizer's are 0 to {vocab_size - 1}"
-        raise BadRecord("ids outside the vocabulary", f"{detail}; tokenize with the model's own tokenizer")
-    targets = tokens if labels is None else to_array("labels", labels)
+        detail = (
+            f"input_ids has ids from {tokens.min()} to {tokens.max()}; the tokenizer's are 0 "
+            f"to {vocab_size - 1}"
+        )
+        raise BadRecord(
+            "ids outside the vocabulary", f"{detail}; tokenize with the model's own tokenizer"
+        )
+    targets = tokens if labels is None else _to_array("labels", labels)
     if len(targets) != len(tokens) or ((targets != tokens) & (targets != IGNORE_INDEX)).any():
-        detail = f"labels must equal input_ids (unshifted), or be {IGNORE_INDEX} where a token is not trained on"
+        detail = (
+            f"labels must equal input_ids (unshifted), or be {IGNORE_INDEX} where a token is "
+            "not trained on"
+        )
         raise BadRecord("labels that are not input_ids", detail)
     return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)
 
 
-def _unpadded_range(mask: Any, num_tokens: int) -> slice:
+def _to_array(name: str, values: object) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of unequal lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
+        raise BadRecord(
+            "without token ids", f"{name} is not a list of integers; write integers, or drop it"
+        )
+    return array.astype(np.int64)
+
+
+def _unpadded_range(mask: object, num_tokens: int) -> slice:
     """Return the range of tokens that are not padding."""
     if mask is None:
         return slice(None)
     is_flat = isinstance(mask, list) and all(isinstance(each, int | float) for each in mask)
     values = np.asarray(mask) if is_flat else np.empty(0)
-    places = np.flatnonzero(values == 1)
-    low, high = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-    if values.shape != (num_tokens,) or len(places) != high - low or ((values != 0) & (values != 1)).any():
-        rule = "is not a list of 1 for each of the input_ids and 0 for padding at the ends"
-        raise BadRecord("with an attention_mask inside", f"attention_mask {rule}; use labels to leave out other tokens")
-    return slice(low, high)
+    ones = np.flatnonzero(values == 1)
+    kept = slice(int(ones[0]), int(ones[-1]) + 1) if len(ones) else slice(0, 0)
+    has_others = ((values != 0) & (values != 1)).any()
+    if values.shape != (num_tokens,) or len(ones) != kept.stop - kept.start or has_others:
+        raise BadRecord(
+            "with an attention_mask inside",
+            "attention_mask is not a list of 1 for each of the input_ids and 0 for padding at the "
+            "ends; use labels to leave out other tokens",
+        )
+    return kept
 
 
 def _parse_teacher(lists: Sequence[Any], num_tokens: int, vocab_size: int) -> np.ndarray:
     """Return Documents.teacher. Shorter lists, and null at a token without any, are padded."""
-    columns, kinds = [], ((-1, np.int32), (-np.inf, np.float32))
     try:
-        for rows, (fill, dtype) in zip(lists, kinds, strict=True):
-            k = max(len(row or ()) for row in rows)
-            columns.append(np.array([[*(row or ()), *[fill] * (k - len(row or ()))] for row in rows], dtype))
-        stored, values = columns
-        ordered, is_valid = np.sort(stored, 1), np.isfinite(values[stored >= 0]).all() and len(stored) == num_tokens
-        masses, twice = np.where(stored >= 0, np.exp(values), 0).sum(1), (ordered[:, 1:] == ordered[:, :-1])
-        is_valid &= ordered.max(initial=-1) < vocab_size and masses.max(initial=0) <= 1.01  # rounded
-        if not is_valid or (twice & (ordered[:, 1:] >= 0)).any():
+        stored = _pad_rows(lists[0], -1, np.int32)
+        values = _pad_rows(lists[1], -np.inf, np.float32)
+        is_stored = stored >= 0
+        ordered = np.sort(stored, 1)
+        is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        masses = np.where(is_stored, np.exp(values), 0).sum(1)
+        is_valid = (
+            len(stored) == num_tokens
+            and np.isfinite(values[is_stored]).all()
+            and ordered.max(initial=-1) < vocab_size
+            and masses.max(initial=0) <= 1.01  # they are rounded
+        )
+        if not is_valid or is_twice.any():
             raise ValueError
     except (TypeError, ValueError, OverflowError, IndexError):
-        rule = f"{' and '.join(TEACHER)} need, for each of the {num_tokens} tokens, a list of different ids below"
-        detail = f"{rule} {vocab_size} and one of their log-probabilities, whose exponentials add up to at most 1"
-        raise BadRecord("with unusable teacher columns", f"{detail}; write them again, or drop the record") from None
+        raise BadRecord(
+            "with unusable teacher columns",
+            f"{' and '.join(TEACHER)} need, for each of the {num_tokens} tokens, a list of "
+            f"different ids below {vocab_size} and one of their log-probabilities, whose "
+            "exponentials add up to at most 1; write them again, or drop the record",
+        ) from None
     return np.stack([stored, values.view(np.int32)], 1)
+
+
+def _pad_rows(rows: Sequence[Any], fill: float, dtype: type[np.generic]) -> np.ndarray:
+    """Return rows, of which some may be null, as an array [rows, longest]."""
+    lists = [list(row or ()) for row in rows]
+    longest = max(map(len, lists))
+    return np.array([row + [fill] * (longest - len(row)) for row in lists], dtype)

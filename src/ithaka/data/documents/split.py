@@ -1,12 +1,12 @@
-"""Hold out documents for validation by their content: no copy of one is trained on, in any file, source or entry of a
-curriculum, and files that are added or renamed do not move documents to the other side, except the one that a small
-source must hold out."""
+"""Hold out documents for validation by their content: no copy of one is trained on, in any file,
+source or entry of a curriculum, and files that are added or renamed do not move documents to the
+other side, except the one that a small source must hold out."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 def hash_content(content: bytes) -> int:
@@ -14,7 +14,7 @@ def hash_content(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def to_content(values: Any) -> bytes:
+def to_content(values: object) -> bytes:
     """Encode the values of a record; equal ones from JSON and Parquet give the same bytes."""
     return json.dumps(values, sort_keys=True, default=repr).encode()
 
@@ -49,12 +49,14 @@ class Split:
     def of_source(self, source: SourceContent) -> "Split":
         """Leave out keys of other sources, so that these do not change the identity of this one.
 
-        In the part of a large source that was not read, a copy of a document that a small source must hold out is
-        therefore trained on."""
-        extra, never, cuts = (
-            tuple(key for key in keys if key in source.sizes) for keys in (self.extra, self.never, self.cuts)
-        )
-        return replace(self, extra=extra, never=never, cuts=cuts)
+        In the part of a large source that was not read, a copy of a document that a small source
+        must hold out is therefore trained on."""
+
+        def select(keys: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(key for key in keys if key in source.sizes)
+
+        extra = select(self.extra)
+        return replace(self, extra=extra, never=select(self.never), cuts=select(self.cuts))
 
     def may_hold_out(self, source: SourceContent) -> bool:
         """Whether the split holds out any document of a source, as far as its content is known."""
@@ -71,8 +73,8 @@ class Split:
 def make_split(sources: Sequence[SourceContent]) -> Split:
     """Return the training side of one split for all sources of a run.
 
-    A document that is more than half of its source is trained on. Each other source of several documents has at least
-    one on each side.
+    A document that is more than half of its source is trained on. Each other source of several
+    documents has at least one on each side.
     """
     fraction = max(source.fraction for source in sources)
     limit = limit_of(fraction)
@@ -88,7 +90,7 @@ def make_split(sources: Sequence[SourceContent]) -> Split:
         smallest = min((key for key in source.sizes if key not in never | cuts), default=0)
         if source.fraction and smallest >= limit_of(source.fraction):
             extra.add(smallest)
-    return Split(fraction, False, *(tuple(sorted(keys)) for keys in (extra, never, cuts)))
+    return Split(fraction, False, tuple(sorted(extra)), tuple(sorted(never)), tuple(sorted(cuts)))
 
 
 def limit_of(fraction: float) -> int:

@@ -1,4 +1,4 @@
-"""Rehearse a plan without a GPU: a traced step (run/trace.py) of random tokens or of the user's worst packed batch."""
+"""Rehearse a plan without a GPU: trace a step of random tokens or of the worst packed batch."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,28 +15,39 @@ from ithaka.data.tokenizer import load_tokenizer
 from ithaka.hub import fetch_model
 from ithaka.plan.hardware import GIB
 from ithaka.plan.search import Plan
-from ithaka.plan.trace import Segment, Trace
+from ithaka.plan.trace import Trace, TracedPart
 
-UNSEEN = "does not see fragmentation, the CUDA context or buffers of NCCL, for which plans reserve {:.1f} GiB"
+UNSEEN = (
+    "does not see fragmentation, the CUDA context or buffers of NCCL, for which plans reserve "
+    "{:.1f} GiB"
+)
 
 
 # ---- the user's data
 
 
 def find_worst_batch(file: Path, plan: Plan, rank: int = 0) -> dict[str, Any]:
-    """Pack the data of a run's configuration as the run would, and return the model's arguments for the batch that
-    needs the most memory: of the first round, the sequences with the most image tokens, then with the most documents
-    that continue others, then with the longest document."""
-    work, cp = plan.work, plan.layout.cp
+    """Pack the data of a run's configuration as the run would, and return the model's arguments for
+    the batch that needs the most memory: of the first round, the sequences with the most image
+    tokens, then with the most documents that continue others, then with the longest document."""
+    work = plan.work
+    cp = plan.layout.cp
     config = load_config(file, [f"data.context={work.context}"])
     model = fetch_model(config.model.path, weights=False)
     tokenizer = load_tokenizer(config.data.tokenizer, model, config.data.chat_template)
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
-        options: dict[str, Any] = {"seed": config.train.seed, "batch": work.batch, "cp": (rank % cp, cp)}
-        data = open_data(config.data, tokenizer=tokenizer, cache_dir=Path(folder), **options)
+        data = open_data(
+            config.data,
+            tokenizer=tokenizer,
+            cache_dir=Path(folder),
+            seed=config.train.seed,
+            batch=work.batch,
+            cp=(rank % cp, cp),
+        )
         try:
             sequences = map(data.stream.get_sequence, range(len(data.stream.current_round())))
-            return data.collate(sorted(sequences, key=_memory_order, reverse=True)[: work.batch]).inputs
+            worst = sorted(sequences, key=_memory_order, reverse=True)[: work.batch]
+            return data.collate(worst).inputs
         finally:
             data.close()
 
@@ -51,20 +62,29 @@ def _memory_order(sequence: PackedSequence) -> tuple[int, int, int]:
 
 
 def describe_ghost(plan: Plan, trace: Trace, rank: int) -> dict[str, Any]:
-    """Peaks by phase on the device and the host in GiB, and those of the plan without its reserve."""
-    ledger, gpus = plan.ledger, plan.hardware.gpus_per_node
+    """Peaks by phase on the device and the host, and those of the plan without its reserve, in
+    GiB."""
+    ledger = plan.ledger
+    gpus = plan.hardware.gpus_per_node
     planned = (ledger.gpu_peak - ledger.gpu["reserve"]) / GIB
     planned_host = (ledger.host_needed - ledger.host["reserve"]) / gpus / GIB
-    capacity, reserve = ledger.gpu_bytes / GIB, ledger.gpu["reserve"] / GIB
+    capacity = ledger.gpu_bytes / GIB
+    reserve = ledger.gpu["reserve"] / GIB
     peak = trace.peak_bytes / GIB
+    kernel = plan.hardware.gpu.kernel
     return {
         "rank": rank,
         "gpus": plan.hardware.name,
         "tokens": trace.tokens,
-        "kernels": sorted({kernel_for(plan.hardware.gpu.kernel, kind) for kind in plan.shape.attention_kinds}),
+        "kernels": sorted({kernel_for(kernel, kind) for kind in plan.shape.attention_kinds}),
         "phases": list(_list_phases(trace)),
         "peak_phase": _name_peak(trace.peak),
-        "device_gib": {"traced": peak, "planned": planned, "capacity": capacity, "reserve": reserve},
+        "device_gib": {
+            "traced": peak,
+            "planned": planned,
+            "capacity": capacity,
+            "reserve": reserve,
+        },
         "host_gib": {"traced": trace.host_bytes / GIB, "planned": planned_host},
         "fits": peak + reserve <= capacity,
         "note": f"a ghost rehearsal {UNSEEN.format(reserve)}",
@@ -73,7 +93,7 @@ def describe_ghost(plan: Plan, trace: Trace, rank: int) -> dict[str, Any]:
 
 def _list_phases(trace: Trace) -> Iterator[dict[str, Any]]:
     """The highest segment of each kind: embedding, forward and backward of layers, loss, update."""
-    highest: dict[str, Segment] = {}
+    highest: dict[str, TracedPart] = {}
     for segment in trace.segments:
         name = segment.name
         kind = name.rpartition(" ")[2] if name.startswith("layer ") else name
@@ -89,6 +109,6 @@ def _list_phases(trace: Trace) -> Iterator[dict[str, Any]]:
         }
 
 
-def _name_peak(segment: Segment) -> str:
+def _name_peak(segment: TracedPart) -> str:
     inner = segment.peak[0].rpartition("/")[2]
     return segment.name if not inner or inner in segment.name else f"{segment.name}, {inner}"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ithaka.layer.mixer import ProbedLayer
 from ithaka.mixers.recurrent import RecurrentSpec
-from ithaka.mixers.scan_call import SsdCall, SsdTap
-from ithaka.ops.scan import LocalDocs
+from ithaka.mixers.scan_call import ScanCall, SsdTap
 from ithaka.ops.ssd import Ssd, SsdInputs, run_ssd
+from ithaka.ops.state_graph import LocalDocs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,27 @@ class SsdSpec(RecurrentSpec):
     name = "Mamba2"
 
     @classmethod
-    def read(cls, call: SsdCall, layer: ProbedLayer) -> "SsdSpec":
+    def read(cls, call: ScanCall, layer: ProbedLayer) -> "SsdSpec":
         inputs = SsdInputs(*call.inputs)
-        (_, J, K), (_, H, V) = inputs.k_sJK.shape, inputs.v_sHV.shape
+        (_, J, K) = inputs.k_sJK.shape
+        (_, H, V) = inputs.v_sHV.shape
         if call.others[0].shape != (H,):
-            raise layer.refuse(f"has a D of shape {tuple(call.others[0].shape)} in {layer.name}, not one per head")
-        heads = {"num_heads": H, "num_kv_heads": H, "num_key_heads": J}
-        return cls(**heads, head_dim=V, v_head_dim=V, key_dim=K, scale=1.0, halo=call.halo)
+            shape = tuple(call.others[0].shape)
+            raise layer.refuse(f"has a D of shape {shape} in {layer.name}, not one per head")
+        return cls(
+            num_heads=H,
+            num_kv_heads=H,
+            num_key_heads=J,
+            head_dim=V,
+            v_head_dim=V,
+            key_dim=K,
+            scale=1.0,
+            halo=call.halo,
+        )
 
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
-        inputs = SsdInputs(*(torch.cat(tensors) for tensors in zip(*(tile[:5] for tile in tiles), strict=True)))
+        with_tokens = [tile[:5] for tile in tiles]
+        inputs = SsdInputs(*map(torch.cat, zip(*with_tokens, strict=True)))
         return run_ssd(inputs, tiles[0][5])
 
     def make_scan(self, inputs: list[Tensor], others: list[Tensor], docs: LocalDocs) -> Ssd:

@@ -15,10 +15,15 @@ from ithaka.run.launch import under_torchrun
 from ithaka.run.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
-OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
-           "train.steps": "--steps"}  # fmt: skip
+OPTIONS = {
+    "model.path": "the argument MODEL",
+    "data.context": "--context",
+    "train.batch": "--batch",
+    "train.steps": "--steps",
+}
 ADAPTER_SETTINGS = {
-    f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
+    f"adapter.{name}"
+    for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
 }
 
 
@@ -32,15 +37,25 @@ def make_request(
     any_setting: bool = False,
     traces: bool = False,
 ) -> PlanRequest:
-    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan.
-    `traces`: also trace plans of built-in models."""
+    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that
+    affect no plan. `traces`: also trace plans of built-in models."""
     overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
     num_tokens = parse_count(context)
     if num_tokens is None or num_tokens < 2:
-        raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
+        raise ConfigError(
+            f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M"
+        )
     explicit = explicit_settings(None, overrides)
-    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
-    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name", "loss.type")
+    # finds typos
+    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    planned = (
+        *SETTINGS,
+        "train.accumulate",
+        "train.compile",
+        "attention.kernel",
+        "optim.name",
+        "loss.type",
+    )
     planned += "loss.teacher", "loss.teacher_base"
     for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
@@ -51,7 +66,9 @@ def make_request(
     if (kernel := config.attention.kernel) != "auto":
         if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
             rule = f"has no known rate on {hardware.gpu.name}"
-            raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
+            raise ConfigError(
+                f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}"
+            )
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
     shape = shape_to_train(shape_from_config(hf_config, model), config, teacher_shape(config))
@@ -60,5 +77,6 @@ def make_request(
         raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
     space = make_search_space(config, explicit, shape, hardware)
     options = frozenset(explicit), work_from_config(config)
-    trace = None if under_torchrun() else make_tracer(hf_config, always=traces)  # caches of nodes may differ
+    # caches of nodes may differ
+    trace = None if under_torchrun() else make_tracer(hf_config, always=traces)
     return PlanRequest(model, hf_config, space, config, *options, trace)

@@ -1,4 +1,5 @@
-"""Formats of frozen base weights, for planning and for reading config.json. weights/formats.py implements them."""
+"""Formats of frozen base weights, for planning and for reading config.json. weights/formats.py
+implements them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from ithaka.config.fields import ConfigError
 
 ROW = 16384  # weights that are packed together (ops/fourbit.py)
 NF4_MERGED = (
-    "The adapter was trained on an nf4 base; merged into bf16 weights it gives different outputs. Evaluate the result."
+    "The adapter was trained on an nf4 base; merged into bf16 weights it gives different "
+    "outputs. Evaluate the result."
 )
 
 
@@ -21,19 +23,24 @@ class BaseFormat:
     packs_experts: bool = False
     families: tuple[str, ...] = ()  # model types that can have it; empty: all
     note: str = ""  # next to its size in a plan
-    merge_notes: tuple[str, ...] = ()  # printed if an adapter is merged into weights in full precision
+    # printed if an adapter is merged into weights in full precision
+    merge_notes: tuple[str, ...] = ()
 
     def num_bytes(self, num_weights: int) -> int:
         return -(-num_weights // ROW) * self.row_bytes
 
     def check_family(self, family: str | None) -> None:
         if self.families and family not in self.families:
-            raise ConfigError("adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4")
+            raise ConfigError(
+                "adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4"
+            )
 
 
 BASE_FORMATS = {
     "bf16": BaseFormat(),
-    "nf4": BaseFormat(8464, packs_linears=True, packs_experts=True, note=" (nf4)", merge_notes=(NF4_MERGED,)),
+    "nf4": BaseFormat(
+        8464, packs_linears=True, packs_experts=True, note=" (nf4)", merge_notes=(NF4_MERGED,)
+    ),
     "mxfp4": BaseFormat(8704, packs_experts=True, families=("gpt_oss",), note=" (mxfp4)"),
 }
 
@@ -46,14 +53,20 @@ def quant_method(config: Mapping[str, Any]) -> str | None:
 
 
 def required_base(config: Mapping[str, Any], default: Any = None) -> Any:
-    """Return the only `adapter.base` that files with this config.json can have, or `default` if there is a choice."""
+    """Return the only `adapter.base` that files with this config.json can have, or `default` if
+    there is a choice."""
     return "nf4" if quant_method(config) == "bitsandbytes" else default
 
 
 def check_quantization(quantization: Any, source: str) -> None:
-    """Reject quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
+    """Reject quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is
+    dequantized on load."""
     settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     method = settings.get("quant_method")
-    if quantization and method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
+    if (
+        quantization
+        and method != "mxfp4"
+        and not (method == "bitsandbytes" and settings.get("load_in_4bit"))
+    ):
         fix = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
         raise ConfigError(f"model.path={source} is quantized ({method}); {fix}")

@@ -8,24 +8,43 @@ from typing import Any
 
 import yaml
 
-from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_error, suggest_usual_name
+from ithaka.config.fields import (
+    ConfigError,
+    did_you_mean,
+    format_value,
+    input_error,
+    suggest_usual_name,
+)
 from ithaka.config.sections import SECTIONS, Config
 
 CONFIG_FORMAT = 2  # stored as `format` in a run's config.yaml
 Tree = Mapping[str, Any]  # sections, as read from YAML
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
-    """Resolve the configuration: the defaults, then `base`, the YAML file and the `section.key=value` overrides."""
-    trees = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
-    changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), base: Tree | None = None
+) -> Config:
+    """Resolve the configuration: the defaults, then `base`, the YAML file and the
+    `section.key=value` overrides."""
+    trees = [
+        ("the defaults", base or {}),
+        (str(path), _read_yaml(path) if path is not None else {}),
+    ]
+    changes = [
+        ("--set", {section: {key: value}})
+        for section, key, value in map(_parse_override, overrides)
+    ]
     for change in changes:
-        _merge([*trees, *changes, change])  # refuse a bad value even if a later override replaces it
+        # refuse a bad value even if a later override replaces it
+        _merge([*trees, *changes, change])
     return _merge([*trees, *changes])
 
 
-def explicit_settings(path: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> set[str]:
-    """Names (section.key) of the settings that the same arguments to `load_config` set explicitly."""
+def explicit_settings(
+    path: Path | None, overrides: Sequence[str] = (), base: Tree | None = None
+) -> set[str]:
+    """Names (section.key) of the settings that the same arguments to `load_config` set
+    explicitly."""
     trees = [base or {}, _read_yaml(path) if path is not None else {}]
     sections = (item for tree in trees for item in tree.items() if isinstance(item[1], Mapping))
     names = {f"{section}.{key}" for section, values in sections for key in values}
@@ -41,7 +60,13 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Nested dicts of plain YAML values, the inverse of `parse_config`."""
 
     def plain(values: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for key, v in values}
+        tree = dict(values)
+        for key, value in values:
+            if isinstance(value, Path):
+                tree[key] = str(value)
+            elif isinstance(value, tuple):
+                tree[key] = list(value)
+        return tree
 
     return dataclasses.asdict(config, dict_factory=plain)
 
@@ -55,15 +80,20 @@ class _WrongKey(yaml.YAMLError): ...
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which SafeLoader keeps the last, and {a:b}, which is a key without a value."""
+    """Refuses duplicate keys, of which SafeLoader keeps the last, and {a:b}, which is a key without
+    a value."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Check before merge keys (<<) are expanded, so that a key may override a merged one."""
-        node, lines = super().compose_mapping_node(anchor), dict[tuple[str, str], int]()
+        node = super().compose_mapping_node(anchor)
+        lines = dict[tuple[str, str], int]()
         for key, value in node.value:
-            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            name = (key.tag, str(key.value))
+            line = key.start_mark.line + 1
             if name in lines:
-                raise _WrongKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
+                raise _WrongKey(
+                    f"has {key.value} twice, in line {lines[name]} and line {line}; write it once"
+                )
             lines[name] = line
             if isinstance(key.value, str) and ":" in key.value and value.value == "":
                 fix = f"write {{{key.value.replace(':', ': ', 1)}}}, with a space after the colon"
@@ -72,10 +102,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_number(loader: _Loader, node: Any) -> Any:
-    """YAML 1.1 reads 1:30 as 90 and 010 as 8. Leave both as text, which an integer field refuses or reads as 10."""
+    """YAML 1.1 reads 1:30 as 90 and 010 as 8. Leave both as text, which an integer field refuses or
+    reads as 10."""
     if ":" in node.value or re.fullmatch(r"[-+]?0[\d_]+", node.value):
         return node.value
-    return loader.construct_yaml_float(node) if node.tag.endswith("float") else loader.construct_yaml_int(node)
+    return (
+        loader.construct_yaml_float(node)
+        if node.tag.endswith("float")
+        else loader.construct_yaml_int(node)
+    )
 
 
 for _tag in ("int", "float"):
@@ -91,7 +126,9 @@ def _read_yaml(path: Path) -> Tree:
         message = f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file"
         raise input_error(message, error) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"config={path} is not a mapping; write sections such as `train:` with keys below them")
+        raise ConfigError(
+            f"config={path} is not a mapping; write sections such as `train:` with keys below them"
+        )
     version = tree.pop("format", CONFIG_FORMAT)  # only a run directory's config.yaml has it
     if version != CONFIG_FORMAT:
         rule = f"has format {version}, and this version of ithaka reads {CONFIG_FORMAT}"
@@ -100,7 +137,8 @@ def _read_yaml(path: Path) -> Tree:
 
 
 class _Nested(dict):
-    """One key of a setting that is a mapping: data.reasoning.drop=true. Its other keys stay as they are."""
+    """One key of a setting that is a mapping: data.reasoning.drop=true. Its other keys stay as they
+    are."""
 
 
 def _parse_override(override: str) -> tuple[str, str, Any]:
@@ -109,7 +147,9 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         name = "loss.type"
     section, _, key = name.strip().partition(".")
     if not (equals and section and key and all(key.split("."))):
-        raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
+        raise ConfigError(
+            f"--set {override} is not section.key=value; write for example --set train.steps=100"
+        )
     if name.count(".") == 2:
         outer, _, inner = name.strip().rpartition(".")
         section, key, value = _parse_override(f"{outer}={text or ' '}")
@@ -121,7 +161,9 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     except _WrongKey as error:
         raise ConfigError(f"{section}.{key}={text} {error}") from None
     except yaml.YAMLError:
-        raise ConfigError(f"{section}.{key}={text} is not valid YAML; quote it: {section}.{key}='\"...\"'") from None
+        raise ConfigError(
+            f"{section}.{key}={text} is not valid YAML; quote it: {section}.{key}='\"...\"'"
+        ) from None
 
 
 def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
@@ -133,15 +175,24 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
                 merged[section] = values or ()
                 continue
             if section not in SECTIONS:
-                raise ConfigError(f"{section} in {origin} is not a section; {_suggest_section(section)}")
+                raise ConfigError(
+                    f"{section} in {origin} is not a section; {_suggest_section(section)}"
+                )
             if section == "loss" and isinstance(values, str):
                 values = {"type": values}
             if not isinstance(values, Mapping | None):
-                raise ConfigError(f"{section}={values!r} in {origin} is not a mapping; write keys below `{section}:`")
+                raise ConfigError(
+                    f"{section}={values!r} in {origin} is not a mapping; write keys below "
+                    f"`{section}:`"
+                )
             if values is not None:
                 before = merged.get(section, {})
                 inner = {key: value for key, value in before.items() if isinstance(value, Mapping)}
-                nested = {k: {**inner.get(k, {}), **v} for k, v in values.items() if isinstance(v, _Nested)}
+                nested = {
+                    k: {**inner.get(k, {}), **v}
+                    for k, v in values.items()
+                    if isinstance(v, _Nested)
+                }
                 merged[section] = {**before, **values, **nested}
     config = Config(**merged)
     return _resolve_curriculum(config, merged) if config.curriculum else config
@@ -157,27 +208,43 @@ def _suggest_section(name: object) -> str:
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if field.name == name or field.name.startswith(f"{name}_")
     ]
-    return f"did you mean {' or '.join(settings)}?" if settings else did_you_mean(name, [*SECTIONS, "curriculum"])
+    return (
+        f"did you mean {' or '.join(settings)}?"
+        if settings
+        else did_you_mean(name, [*SECTIONS, "curriculum"])
+    )
 
 
 def _resolve_curriculum(config: Config, explicit: Tree) -> Config:
     """Set train.steps to the total and data.context to the first entry's, and check every entry."""
     contexts = [entry.context or 0 for entry in config.curriculum]
-    for name in ("epochs", "patience", "keep_best"):  # losses at different lengths are not comparable
+    # losses at different lengths are not comparable
+    for name in ("epochs", "patience", "keep_best"):
         if value := getattr(config.train, name):
-            raise ConfigError(f"train.{name}={format_value(value)} cannot be combined with curriculum; leave it out")
+            raise ConfigError(
+                f"train.{name}={format_value(value)} cannot be combined with curriculum; leave "
+                "it out"
+            )
     steps_and_context = config.train.steps, config.data.context
     given = [f"train.steps={config.train.steps}"] if "steps" in explicit.get("train", {}) else []
-    given += [f"data.context={config.data.context}"] if "context" in explicit.get("data", {}) else []
+    given += (
+        [f"data.context={config.data.context}"] if "context" in explicit.get("data", {}) else []
+    )
     # A saved configuration has the values that this function or Config.at has set.
     saved = [(config.ends[-1], contexts[0]), *zip(config.ends, contexts, strict=True)]
     if given and steps_and_context not in saved:
-        raise ConfigError(f"{' and '.join(given)} cannot be combined with curriculum; set it per entry")
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be combined with curriculum; set it per entry"
+        )
     if not given:
         if config.model.rope is not None and config.curriculum[0].rope is not None:
-            raise ConfigError("model.rope has no effect: the first curriculum entry overrides it; leave one out")
+            raise ConfigError(
+                "model.rope has no effect: the first curriculum entry overrides it; leave one out"
+            )
         train = dataclasses.replace(config.train, steps=config.ends[-1])
-        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, context=contexts[0]))
+        config = dataclasses.replace(
+            config, train=train, data=dataclasses.replace(config.data, context=contexts[0])
+        )
     for index, end in enumerate(config.ends):
         try:
             config.at(end - 1)

@@ -24,7 +24,7 @@ class FoundData(NamedTuple):
     """The same on every rank: one of them finds it."""
 
     sources: list[SourceShards]
-    held_out: list[list[Shard]]  # by source (none of a single document), or those of data.validation_path
+    held_out: list[list[Shard]]  # by source (none of one document), or of data.validation_path
     summary: dict[str, str]  # what the data is, by topic
     is_split: bool  # whether documents are held out by their content
 
@@ -37,8 +37,8 @@ class FoundSource(NamedTuple):
 
 
 def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundData:
-    """Find the shards of each source and those held out. `datasets`: all data of the run, such as those of the entries
-    of a curriculum. What one of them holds out, none of them trains on."""
+    """Find the shards of each source and those held out. `datasets`: all data of the run, such as
+    those of the entries of a curriculum. What one of them holds out, none of them trains on."""
     found = find_sources(data)
     splits = split_sources(found, data, datasets)
     sources: list[SourceShards] = []
@@ -50,7 +50,8 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
         validation = "none, data.validation_fraction=0"
     shares: list[tuple[float, int]] = []
     for source, name, (split, content) in zip(found, names, splits, strict=True):
-        files, config = source.files.files, source.config
+        files = source.files.files
+        config = source.config
         origin = source.label if config.path else "Python's standard library"
         if source.files.validation and data.validation_path is None and data.validation_fraction:
             held_out.append(make_shards(source.files.validation, config))
@@ -66,24 +67,32 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
         sources.append(SourceShards(source.label, name, config.weight, train))
         summary |= _describe_source(source, name, origin, train)
     if data.validation_path is not None:
-        held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
+        files = find_files(data.validation_path, "data.validation_path").files
+        held_out = [make_shards(files, data)]
     elif held_out and not any(held_out):
         validation = f"none, {found[-1].label} has one record"
     elif shares and any(held_out):
         share = sum(each * size for each, size in shares) / max(sum(size for _, size in shares), 1)
-        validation += f", {share:.0%} of the bytes" * (share > 2 * data.validation_fraction)
+        if share > 2 * data.validation_fraction:
+            validation += f", {share:.0%} of the bytes"
     left_out = max((split.fraction for split, _ in splits if split is not None), default=0.0)
     if left_out > (0 if data.validation_path else data.validation_fraction):
-        validation += f"; another entry of the curriculum holds out {left_out:.0%}, which is not trained on either"
-    return FoundData(sources, held_out, {**summary, "validation": validation}, any(split for split, _ in splits))
+        validation += (
+            f"; another entry of the curriculum holds out {left_out:.0%}, which is not "
+            "trained on either"
+        )
+    summary["validation"] = validation
+    return FoundData(sources, held_out, summary, any(split for split, _ in splits))
 
 
 def find_sources(data: DataConfig) -> list[FoundSource]:
     configs = data.all_sources()
-    paths = [config.path for config in configs]
-    if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
-        raise ConfigError(f"data.sources has path={twice[0]} twice; list it once, with a larger weight")
     found = []
+    for i, config in enumerate(configs):
+        if config.path in [other.path for other in configs[:i]]:
+            raise ConfigError(
+                f"data.sources has path={config.path} twice; list it once, with a larger weight"
+            )
     for i, config in enumerate(configs):
         setting = f"data.sources[{i}].path" if data.sources else "data.path"
         files = find_files(config.path, setting)
@@ -96,8 +105,8 @@ def find_sources(data: DataConfig) -> list[FoundSource]:
 def split_sources(
     found: Sequence[FoundSource], data: DataConfig, datasets: Sequence[DataConfig] = ()
 ) -> list[tuple[Split | None, SourceContent | None]]:
-    """Return for each source the training side of the split of all `datasets`, and what its content is. None: nothing
-    is held out."""
+    """Return for each source the training side of the split of all `datasets`, and what its content
+    is. None: nothing is held out."""
     known = [_split_settings(data)]
     everything = [*found]
     for each in datasets:
@@ -106,18 +115,24 @@ def split_sources(
             everything += find_sources(each)
     if not any(source.fraction for source in everything):
         return [(None, None) for _ in found]
-    contents = [read_content(source.files.files, source.config, source.fraction) for source in everything]
+    contents = [
+        read_content(source.files.files, source.config, source.fraction) for source in everything
+    ]
     split = make_split(contents)
     own = contents[: len(found)]
-    return [(split.of_source(content) if split.may_hold_out(content) else None, content) for content in own]
+    splits = (split.of_source(content) if split.may_hold_out(content) else None for content in own)
+    return list(zip(splits, own, strict=True))
 
 
 def _split_settings(data: DataConfig) -> tuple[object, ...]:
     return data.all_sources(), data.validation_path, data.validation_fraction
 
 
-def _describe_source(source: FoundSource, name: str, origin: str, train: Sequence[Shard]) -> dict[str, str]:
-    files, ignored = source.files.files, source.files.ignored
+def _describe_source(
+    source: FoundSource, name: str, origin: str, train: Sequence[Shard]
+) -> dict[str, str]:
+    files = source.files.files
+    ignored = source.files.ignored
     kinds = ", ".join(sorted({file.kind for file in files}))
     megabytes = sum(shard.num_bytes for shard in train) / 1e6
     text = "" if source.config.path else f"{origin}, "
@@ -126,15 +141,21 @@ def _describe_source(source: FoundSource, name: str, origin: str, train: Sequenc
         text += f", streamed from {'/'.join(files[0].path.parts[2:4])}"
     if not ignored:
         return {name: text}
-    examples = ", ".join(ignored[:3]) + ", ..." * (len(ignored) > 3)
+    examples = ", ".join(ignored[:3])
+    if len(ignored) > 3:
+        examples += ", ..."
     topic = f"left out of {name}" if source.label.startswith("data.sources") else "left out"
     return {name: text, topic: f"{plural(len(ignored), 'file')}: {examples}"}
 
 
 def _name_paths(given: Sequence[Path | None]) -> list[str]:
-    """Return the stems of the paths, or enough of their last parts to tell them apart; without commits of the hub."""
-    paths = [Path(re.sub(f"@{COMMIT.pattern}", "", str(path or "Python's standard library"))) for path in given]
-    names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
+    """Return the stems of the paths, or enough of their last parts to tell them apart; without
+    commits of the hub."""
+    labels = (str(path or "Python's standard library") for path in given)
+    paths = [Path(re.sub(f"@{COMMIT.pattern}", "", label)) for label in labels]
+    names = [path.stem for path in paths]
+    absolute = [path.absolute() for path in paths]
+    depth = 0
     while len(set(names)) < len(set(absolute)):
         depth += 1  # counted from the end, so that relative and absolute paths get the same name
         names = ["/".join(path.parts[-depth:]) for path in absolute]

@@ -1,4 +1,5 @@
-"""Trace a plan: run one rank's step of a few layers on tensors without memory, and extend it to all layers."""
+"""Trace a plan: run one rank's step of a few layers on tensors without memory, and extend it to all
+layers."""
 
 import json
 import warnings
@@ -23,30 +24,37 @@ from ithaka.phases import phase
 from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
 from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest, can_trace
-from ithaka.profile.trace import ghost_store, trace_step
+from ithaka.profile.record_trace import ghost_store, trace_step
 from ithaka.roots.probe import probing_once
 from ithaka.sharding.tokens import ROUND_TOKENS, ROUNDS
 
-TILES = (4, 6)  # per rank: a longer sequence is extrapolated from two short ones, which have tiles of all kinds
+# per rank: a longer sequence is extrapolated from two short ones, which have tiles of all kinds
+TILES = (4, 6)
 MIN_LOCAL_TOKENS = 2**14  # with fewer, segments of recurrences and tiles of logits are not full
 
 
 def trace_peaks(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
-    """The traced peaks of a plan of the model with this config.json; None, with a warning, if it cannot be traced."""
+    """The traced peaks of a plan of the model with this config.json; None, with a warning, if it
+    cannot be traced."""
     if not can_trace(plan) or dist.is_initialized():
         return None
     try:
         return Peaks.from_trace(trace_plan(plan, config))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"memory is estimated, because the model cannot be traced ({reason})", stacklevel=2)
+        warnings.warn(
+            f"memory is estimated, because the model cannot be traced ({reason})", stacklevel=2
+        )
         return None
 
 
-def trace_plan(plan: Plan, config: Mapping[str, Any], rank: int = 0, inputs: dict[str, Any] | None = None) -> Trace:
-    """The trace of a planned step on this rank, at full depth. `config`: the model's config.json; `inputs`: arguments
-    of a call, by default random tokens, for which traces are cached."""
-    request, tokens = TraceRequest.from_plan(plan, config, rank), plan.work.tokens
+def trace_plan(
+    plan: Plan, config: Mapping[str, Any], rank: int = 0, inputs: dict[str, Any] | None = None
+) -> Trace:
+    """The trace of a planned step on this rank, at full depth. `config`: the model's config.json;
+    `inputs`: arguments of a call, by default random tokens, for which traces are cached."""
+    request = TraceRequest.from_plan(plan, config, rank)
+    tokens = plan.work.tokens
     trace = request.read(tokens) if inputs is None else None
     if trace is None:
         truncated, representatives = truncate_request(request)
@@ -60,19 +68,26 @@ def trace_plan(plan: Plan, config: Mapping[str, Any], rank: int = 0, inputs: dic
 
 
 def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
-    """A request for a model with few layers, and the one among them that is like each layer of the model. Its states
-    stay on the device, because the ghost device has no host (`Trace.offload_states`)."""
-    config, policies = json.loads(request.config), request.layout.kept
+    """A request for a model with few layers, and the one among them that is like each layer of the
+    model. Its states stay on the device, because the ghost device has no host
+    (`Trace.offload_states`)."""
+    config = json.loads(request.config)
+    policies = request.layout.kept
     kinds = read_layers(config, len(policies))
-    # The first layers of some vision-language models add features of images, which the next layer frees.
+    # The first layers of some vision-language models add features of images, which the next layer
+    # frees.
     num_adding = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
     adding = (min(i, num_adding + 1) for i in range(len(kinds)))
     layers, representatives = choose_neighbors(list(zip(kinds, policies, adding, strict=True)))
     truncated = keep_layers(config, layers)
-    if read_layers(truncated, len(layers)) != [kinds[i] for i in layers]:  # a kind depends on the layer's index
-        truncated, layers = config, tuple(range(len(kinds)))
+    # a kind depends on the layer's index
+    if read_layers(truncated, len(layers)) != [kinds[i] for i in layers]:
+        truncated = config
+        layers = tuple(range(len(kinds)))
         representatives = list(layers)
-    layout = replace(request.layout, kept=tuple(policies[i] for i in layers), offload_optimizer=False)
+    layout = replace(
+        request.layout, kept=tuple(policies[i] for i in layers), offload_optimizer=False
+    )
     return replace(request, config=json.dumps(truncated), layout=layout), representatives
 
 
@@ -83,21 +98,31 @@ def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
     shortest = layout.cp * MIN_LOCAL_TOKENS
     if layout.ring > 1:  # in shorter ones, rounds have their minimum length
         shortest = max(shortest, layout.ring * ROUNDS * ROUND_TOKENS)
-    if request.document_tokens:  # only attention to a single document has the full sequence's heads per call
+    # only attention to a single document has the full sequence's heads per call
+    if request.document_tokens:
         shortest = max(CALL_TOKENS, 2 * request.document_tokens)
     first = max(TILES[0], -(-shortest // tile))
     lengths = first * tile, (first + TILES[1] - TILES[0]) * tile
     if tokens <= sum(lengths):
         return trace_model(request, tokens)
-    return LinearTrace(*(trace_model(request, length, stretch=tokens / length) for length in lengths)).at(tokens)
+    return LinearTrace(
+        *(trace_model(request, length, stretch=tokens / length) for length in lengths)
+    ).at(tokens)
 
 
 def trace_model(
     request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None, stretch: float = 1.0
 ) -> Trace:
-    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`. `stretch`: as in comm/ghost.py."""
-    layout, trains, adapter = request.layout, request.trains, request.adapter
-    with ghost_rank(request.num_ranks, request.rank, stretch), ghost_store() as store, probing_once():
+    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`. `stretch`: as in
+    comm/ghost.py."""
+    layout = request.layout
+    trains = request.trains
+    adapter = request.adapter
+    with (
+        ghost_rank(request.num_ranks, request.rank, stretch),
+        ghost_store() as store,
+        probing_once(),
+    ):
         mesh = make_mesh(layout.cp, GHOST, ring=layout.ring, replicas=layout.replicas)
         options: dict[str, Any] = {"store": store, "context": max(tokens, request.context)}
         build = partial(build_model, json.loads(request.config), mesh, layout, **options)
@@ -111,21 +136,28 @@ def trace_model(
         return replace(trace_step(model, optimizer, step, inputs), tokens=tokens)
 
 
-def run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
-    """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
-    adapter is disabled."""
+def run_step(
+    model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]
+) -> None:
+    """Run a training step; without an optimizer, the forward pass of an evaluation. If the
+    reference is the model, its adapter is disabled."""
     with phase("step"):
         if not model.ithaka_root.predicts_tokens:
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
-            others = {name: value for name, value in inputs.items() if name not in ("input_ids", "labels")}
+            others = {
+                name: value for name, value in inputs.items() if name not in ("input_ids", "labels")
+            }
             ids = inputs["input_ids"]
             with torch.no_grad():
                 loss = -token_logprobs(model, ids, ids, **others).logprobs.double().cpu().mean()
         elif reference is not None:
             options = {"labels": inputs["input_ids"], **inputs, "per_token": True}
-            with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
+            with (
+                torch.no_grad(),
+                use_reference(model, None if reference is model else reference) as other,
+            ):
                 before = other(**options).tokens.logprobs
             loss = -(model(**options).tokens.logprobs - before).exp().mean()
         else:

@@ -1,17 +1,18 @@
 """Cut a batch of rows into this rank's share of one packed sequence.
 
-Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of cp; s = S / cp tokens per rank.
-In a ring, each member gets the chunks of its `TokenSharding`, and its ranks split them in order, s tokens each.
-Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
-With `parents`, documents are nodes of a forest, and a node's last token predicts the first token of each child. The
-label of a child that follows its parent is in the usual place. All others are *branch labels*: they come after the s
-labels of the rank that predicts them, e on every rank. u documents.
+Rows become documents of the packed sequence, as do documents inside rows: below this file there is
+no batch dim. In a ring, each member gets the chunks of its `TokenSharding`, which its ranks split
+in order. With `parents`, documents are nodes of a forest, and a node's last token predicts the
+first token of each child. The label of a child that follows its parent is in the usual place. All
+others are *branch labels*: they come after the s labels of the rank that predicts them.
+
+Shapes: B rows of N tokens; S tokens of the flat sequence of B * N, padded to a multiple of cp; s on
+this rank; e branch labels of each rank; u documents.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,21 @@ from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.plan.shape import span_pairs
 from ithaka.sharding.tokens import TokenSharding, shard_tokens
 
-INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
+INPUTS = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "attention_mask",
+    "document_ids",
+    "shift_labels",
+    "parents",
+)
 
-# Arguments of vision-language models, for images and for videos: pixels, and patches in time, height and width.
-MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+# Arguments for images and for videos: pixels, and patches in time, height and width.
+MEDIA = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Share:
     ids_s: Tensor
     positions_s: Tensor
     labels_s: Tensor | None  # already shifted; [s + e] with branch labels
-    branch_rows_e: Tensor | None  # rows that predict the branch labels, ascending; None: not a forest
+    branch_rows_e: Tensor | None  # rows that predict them, ascending; None: not a forest
     real_s: Tensor  # bool: not padding
     docs: Docs  # documents of the full sequence, and which ring member has which tokens
     num_valid: int  # valid labels of all cp ranks
@@ -55,7 +67,8 @@ class PackedBatch:
 
     def positions(self) -> Tensor:
         """Position of each token in its document; in a forest, counted from the root."""
-        firsts, lengths = list(self.starts[:-1]), torch.tensor(self.starts).diff()
+        firsts = list(self.starts[:-1])
+        lengths = torch.tensor(self.starts).diff()
         for node, parent in enumerate(self.parents):
             if parent >= 0:
                 firsts[node] -= self.starts[parent + 1] - firsts[parent]
@@ -63,10 +76,12 @@ class PackedBatch:
         return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
 
     def label_table(self, cp: int) -> tuple[Tensor, Tensor]:
-        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the rows of each rank
-        that predict its branch labels, [cp, e]."""
-        S, starts = self.starts[-1], torch.tensor(self.starts)
-        s, parents = S // cp, torch.tensor(self.parents)
+        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the
+        rows of each rank that predict its branch labels, [cp, e]."""
+        S = self.starts[-1]
+        starts = torch.tensor(self.starts)
+        s = S // cp
+        parents = torch.tensor(self.parents)
         sources_S = torch.arange(S) - 1  # the token that predicts each one; -1: none
         sources_S[starts[:-1]] = torch.where(parents < 0, -1, starts[parents + 1] - 1)
         is_usual_S = (sources_S >= 0) & (sources_S == torch.arange(S) - 1)
@@ -75,26 +90,33 @@ class PackedBatch:
         ranks_b = sources_S[tokens_b] // s
         e = int(ranks_b.bincount(minlength=1).max())
         places_b = torch.arange(len(tokens_b)) - torch.searchsorted(ranks_b, ranks_b)
-        table, rows = torch.full((cp, s + e), S), torch.full((cp, e), s - 1)
+        table = torch.full((cp, s + e), S)
+        rows = torch.full((cp, e), s - 1)
         table[:, :s] = torch.where(is_usual_S, torch.arange(S), S).roll(-1).view(cp, s)
-        table[ranks_b, s + places_b], rows[ranks_b, places_b] = tokens_b, sources_S[tokens_b] % s
+        rows[ranks_b, places_b] = sources_S[tokens_b] % s
+        table[ranks_b, s + places_b] = tokens_b
         return table, rows
 
 
 def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
-    """Return this rank's tokens of `inputs`: [B, N] tensors on the host, equal on all ranks of the cp group.
+    """Return this rank's tokens of `inputs`: [B, N] tensors on the host, equal in the cp group.
 
-    position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be ignored or miscomputed.
+    position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be
+    ignored or miscomputed.
     """
     _check_shapes(inputs)
-    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, parents_BN = map(inputs.get, INPUTS)
-    assert ids_BN is not None
-    _check_tokens("input_ids", ids_BN, vocab_size, "use the model's tokenizer, or resize the embeddings first")
+    ids_BN = inputs["input_ids"]
+    fix = "use the model's tokenizer, or resize the embeddings first"
+    _check_tokens("input_ids", ids_BN, vocab_size, fix)
+    labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, parents_BN = map(
+        inputs.get, INPUTS[1:]
+    )
     if positions_BN is not None:
         positions_BN = positions_BN.expand_as(ids_BN)
     packing = _pack(ids_BN, positions_BN, mask_BN, documents_BN, parents_BN, mesh)
     if shifted_BN is not None and packing.parents:
-        raise ValueError("shift_labels has one label per token, but a token may have several children; pass labels")
+        rule = "has one label per token, but a token may have several children"
+        raise ValueError(f"shift_labels {rule}; pass labels")
     if shifted_BN is None and labels_BN is not None and not packing.parents:
         shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
@@ -104,18 +126,22 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
         _check_tokens("labels", valid_BN, vocab_size, f"set labels to ignore to {IGNORE_INDEX}")
     if mask_BN is not None:
         _check_mask(mask_BN, labels_BN)
-    if positions_BN is None:
-        flat_S = torch.arange(ids_BN.shape[1]) if documents_BN is None else packing.positions().view_as(ids_BN)
-        positions_BN = flat_S.expand_as(ids_BN)
-    labels_s = rows_e = None
+    if positions_BN is None and documents_BN is None:
+        positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
+    elif positions_BN is None:
+        positions_BN = packing.positions().view_as(ids_BN)
+    labels_s = None
+    rows_e = None
     if packing.parents and labels_BN is not None:
         table, rows = packing.label_table(mesh.cp_size)
-        shifted_BN, rows_e = _at_tokens(labels_BN, table, IGNORE_INDEX), rows[mesh.cp_rank].to(mesh.device)
+        shifted_BN = _at_tokens(labels_BN, table, IGNORE_INDEX)
+        rows_e = rows[mesh.cp_rank].to(mesh.device)
         labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
     elif shifted_BN is not None:
         labels_s = _select_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
 
-    sharding, real_BN = packing.sharding, torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN
+    sharding = packing.sharding
+    real_BN = torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN
     return Share(
         ids_s=_select_own(ids_BN, mesh, sharding, 0),
         positions_s=_select_own(positions_BN, mesh, sharding, 0),
@@ -129,11 +155,11 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
 
 
 def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
-    """Return how `shard_batch` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
-    given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
+    """Return how `shard_batch` packs a call's tokens. `rows_BN`: any tensor of their shape."""
+    passed = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
     if (ends := inputs.get("cu_seq_lens_q")) is not None:
-        given.setdefault("document_ids", documents_from_lengths(ends, rows_BN))
-    tensors = {name: to_integers(name, value) for name, value in given.items()}
+        passed.setdefault("document_ids", documents_from_lengths(ends, rows_BN))
+    tensors = {name: to_integers(name, value) for name, value in passed.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
     positions_BN, _ = split_positions(positions_BN)
     if positions_BN is not None:
@@ -141,69 +167,89 @@ def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packed
     return _pack(rows_BN.cpu(), positions_BN, mask_BN, documents_BN, parents_BN, mesh)
 
 
-def split_positions(positions: Any) -> tuple[Any, Any]:
-    """Split into text positions and 3-D positions, by transformers' convention: [B, N], [3, B, N] (time, height,
-    width), or [4, B, N] with the text positions first. Only text positions start documents."""
+def split_positions(positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Split into text positions and 3-D positions, by transformers' convention: [B, N], [3, B, N]
+    (time, height, width), or [4, B, N] with the text positions first. Only text positions start
+    documents."""
     if not isinstance(positions, Tensor) or positions.dim() != 3:
         return positions, None
-    return (positions[0], positions[1:]) if len(positions) == 4 else (None, positions)
+    if len(positions) == 4:
+        return positions[0], positions[1:]
+    return None, positions
 
 
 def _pack(
-    rows_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None,
-    parents_BN: Tensor | None, mesh: Mesh,
-) -> PackedBatch:  # fmt: skip
+    rows_BN: Tensor,
+    positions_BN: Tensor | None,
+    mask_BN: Tensor | None,
+    documents_BN: Tensor | None,
+    parents_BN: Tensor | None,
+    mesh: Mesh,
+) -> PackedBatch:
     starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
     parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
-    sharding = shard_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
-    ends = tuple(dict.fromkeys((rows_BN.numel(), sharding.num_tokens)))
-    return PackedBatch((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), sharding, rows_BN.numel())
+    num_tokens = rows_BN.numel()
+    sharding = shard_tokens(
+        (*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size()
+    )
+    ends = [num_tokens]
+    if sharding.num_tokens > num_tokens:  # padding is a document
+        ends.append(sharding.num_tokens)
+        parents += (-1,) * bool(parents)
+    return PackedBatch((*starts, *ends), parents, sharding, num_tokens)
 
 
 def _read_parents(
-    starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None
+    starts: list[int],
+    documents_BN: Tensor | None,
+    parents_BN: Tensor | None,
+    mask_BN: Tensor | None,
 ) -> tuple[int, ...]:
     """Return the index of each document's parent, or -1; () if parents were not passed."""
     if parents_BN is None:
         return ()
     if documents_BN is None:
-        raise ValueError(
-            "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
-        )
-    N, parents = documents_BN.shape[1], list[int]()
-    starts_u, flat_S = torch.tensor(starts), parents_BN.reshape(-1)
+        fix = "pass both: parents holds the document_ids of parents"
+        raise ValueError(f"parents was passed without document_ids; {fix}")
+    N = documents_BN.shape[1]
+    parents = list[int]()
+    starts_u = torch.tensor(starts)
+    flat_S = parents_BN.reshape(-1)
     lengths_u = starts_u.diff(append=torch.tensor([len(flat_S)]))
     varies_S = flat_S != flat_S[starts_u].repeat_interleave(lengths_u)
     varying = set((torch.searchsorted(starts_u, varies_S.nonzero()[:, 0], right=True) - 1).tolist())
     is_padding_u = torch.zeros_like(starts_u) if mask_BN is None else ~mask_BN.reshape(-1)[starts_u]
     known: dict[tuple[int, int], int] = {}
-    columns = (documents_BN.reshape(-1)[starts_u].tolist(), flat_S[starts_u].tolist(), is_padding_u.tolist())
-    for node, (start, document, parent, is_padding) in enumerate(zip(starts, *columns, strict=True)):
+    documents = documents_BN.reshape(-1)[starts_u].tolist()
+    named_parents = flat_S[starts_u].tolist()
+    rows = zip(starts, documents, named_parents, is_padding_u.tolist(), strict=True)
+    for node, (start, document, parent, is_padding) in enumerate(rows):
         row, column = divmod(start, N)
         where = f"row {row}, token {column}"
         if is_padding or parent == -1:
             parents.append(-1)
         elif (row, parent) not in known:
-            raise ValueError(
-                f"parents: {parent} at {where} is not an earlier document_id in its row; put parents before children"
-            )
+            rule = f"{parent} at {where} is not an earlier document_id in its row"
+            raise ValueError(f"parents: {rule}; put parents before children")
         else:
             parents.append(known[row, parent])
         if is_padding:
             continue
         if node in varying:
-            raise ValueError(f"parents varies in document {document} at {where}; use one value for all of its tokens")
+            rule = f"varies in document {document} at {where}"
+            raise ValueError(f"parents {rule}; use one value for all of its tokens")
         if (row, document) in known:
-            raise ValueError(f"document_ids: {document} at {where} is not consecutive; with parents, use ids once")
+            rule = f"{document} at {where} is not consecutive"
+            raise ValueError(f"document_ids: {rule}; with parents, use ids once")
         known[row, document] = node
     return tuple(parents)
 
 
-def shard_label_values(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
-    """Return this rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
-
-    `fill` is for tokens that predict no label: the last of a row, and padding.
-    """
+def shard_label_values(
+    rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0
+) -> Tensor:
+    """Return this rank's share, [s] or [s + e] on its device, of [B, N] values at their labels'
+    tokens. `fill`: for tokens without a label."""
     if not packing.parents:
         return _select_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
     table, _ = packing.label_table(mesh.cp_size)
@@ -226,7 +272,9 @@ def _select_own(rows_BN: Tensor, mesh: Mesh, sharding: TokenSharding, fill: floa
 
 def select_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
     """Return this rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
-    chunks = [flat_S[start : start + length] for start, length in sharding.members[mesh.ring_group.rank()]]
+    chunks = [
+        flat_S[start : start + length] for start, length in sharding.members[mesh.ring_group.rank()]
+    ]
     member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     s = sharding.num_tokens // mesh.cp_size
     own_s = member[mesh.ulysses_group.rank() * s :][:s]
@@ -234,14 +282,18 @@ def select_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill:
 
 
 class GatherTokens(torch.autograd.Function):
-    """All-gather this rank's tokens to [B, N, Y] in sequence order; backward takes the rank's own part.
+    """All-gather this rank's tokens to [B, N, Y] in sequence order; backward takes the rank's own
+    part.
 
-    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
+    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view
+    drops the hook.
     """
 
     @staticmethod
     def forward(ctx, local_sY, mesh, sharding, shape):
-        ctx.mesh, ctx.sharding, Y = mesh, sharding, local_sY.shape[1]
+        ctx.mesh = mesh
+        ctx.sharding = sharding
+        Y = local_sY.shape[1]
         full_SY = local_sY.new_empty(mesh.cp_size * len(local_sY), Y)
         all_gather(full_SY, local_sY.contiguous(), group=mesh.cp_group)
         full_SY = to_sequence_order(full_SY, sharding)
@@ -249,20 +301,27 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dfull_BNY):
-        return select_own_tokens(dfull_BNY.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
+        dlocal_sY = select_own_tokens(dfull_BNY.flatten(0, 1), ctx.mesh, ctx.sharding, 0)
+        return dlocal_sY, None, None, None
 
 
-def documents_from_lengths(ends: Any, rows_BN: Tensor) -> Tensor:
-    """Return document_ids from FlashAttention's cumulative lengths, which cover all rows."""
-    ends = to_integers("cu_seq_lens_q", ends)
-    if ends.dim() != 1 or len(ends) < 2 or int(ends[0]):
-        rule = f"has shape {tuple(ends.shape)}" if ends.dim() != 1 or len(ends) < 2 else f"starts at {int(ends[0])}"
-        raise ValueError(f"cu_seq_lens_q {rule}; pass cumulative lengths from 0 to the {rows_BN.numel()} input_ids")
+def documents_from_lengths(ends: Tensor, rows_BN: Tensor) -> Tensor:
+    """Return document_ids from FlashAttention's cumulative lengths of all rows."""
+    name = "cu_seq_lens_q"
+    ends = to_integers(name, ends)
+    num_tokens = rows_BN.numel()
+    fix = f"pass cumulative lengths from 0 to the {num_tokens} input_ids"
+    if ends.dim() != 1 or len(ends) < 2:
+        raise ValueError(f"{name} has shape {tuple(ends.shape)}; {fix}")
+    if int(ends[0]):
+        raise ValueError(f"{name} starts at {int(ends[0])}; {fix}")
+    if int(ends[-1]) != num_tokens:
+        fix = f"use one that ends at the {num_tokens} input_ids"
+        raise ValueError(f"{name} ends at {int(ends[-1])}; {fix}")
     lengths = ends.diff()
-    if int(ends[-1]) != rows_BN.numel():
-        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}; use one that ends at the {rows_BN.numel()} input_ids")
     if (least := int(lengths.min())) < 0:
-        raise ValueError(f"cu_seq_lens_q decreases by {-least}; use cumulative lengths, which only increase")
+        fix = "use cumulative lengths, which only increase"
+        raise ValueError(f"{name} decreases by {-least}; {fix}")
     return torch.arange(len(lengths)).repeat_interleave(lengths).view(rows_BN.shape)
 
 
@@ -274,7 +333,9 @@ def to_integers(name: str, tensor: Tensor) -> Tensor:
     if name == "attention_mask":
         mask = tensor.bool()
         if not torch.equal(mask.to(tensor.dtype), tensor):
-            raise ValueError(f"{name} has values other than 0 and 1; mark documents with document_ids")
+            raise ValueError(
+                f"{name} has values other than 0 and 1; mark documents with document_ids"
+            )
         return mask
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} is {tensor.dtype}; pass integers, e.g. torch.long")
@@ -287,21 +348,22 @@ def _check_shapes(inputs: dict[str, Tensor]) -> None:
         raise ValueError(f"input_ids has shape {tuple(shape)}; pass [batch, tokens], not empty")
     for name, value in inputs.items():
         if value.shape != shape and (name, *value.shape) != ("position_ids", 1, shape[1]):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; use the shape of input_ids, {tuple(shape)}")
+            fix = f"use the shape of input_ids, {tuple(shape)}"
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; {fix}")
     if (positions := inputs.get("position_ids")) is not None:
         mask = inputs.get("attention_mask", torch.ones_like(positions))
-        if (lowest := int(positions.masked_fill(mask == 0, 0).min())) < 0:  # padding may have any position
-            raise ValueError(f"position_ids has {lowest}; start each document at 0, and mark padding in attention_mask")
+        # Padding may have any position.
+        if (lowest := int(positions.masked_fill(mask == 0, 0).min())) < 0:
+            fix = "start each document at 0, and mark padding in attention_mask"
+            raise ValueError(f"position_ids has {lowest}; {fix}")
 
 
 def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, fix: str) -> None:
     lowest, highest = tokens_BN.aminmax()
     if lowest < 0 or highest >= vocab_size:
         row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is outside the vocabulary of {vocab_size} tokens; "
-            f"{fix}"
-        )
+        value = f"{name}[{row}, {column}]={int(tokens_BN[row, column])}"
+        raise ValueError(f"{value} is outside the vocabulary of {vocab_size} tokens; {fix}")
 
 
 def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
@@ -309,24 +371,25 @@ def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
     runs_B = mask_BN[:, 0] + (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1)
     if int(runs_B.max()) > 1:
         row = int(runs_B.argmax())
-        raise ValueError(f"attention_mask row {row} has holes; use it only for padding before or after a row")
+        fix = "use it only for padding before or after a row"
+        raise ValueError(f"attention_mask row {row} has holes; {fix}")
     if labels_BN is not None:
         wrong_BN = (labels_BN[:, 1:] != IGNORE_INDEX) & ~(mask_BN[:, 1:] & mask_BN[:, :-1])
         if wrong_BN.any():
             row, column = wrong_BN.nonzero()[0].tolist()
             raise ValueError(
-                f"labels[{row}, {column + 1}] is valid, but attention_mask is 0 at its token or at the token that "
-                f"predicts it; set the label to {IGNORE_INDEX}"
+                f"labels[{row}, {column + 1}] is valid, but attention_mask is 0 at its token or "
+                f"at the token that predicts it; set the label to {IGNORE_INDEX}"
             )
 
 
 def _document_starts(
     ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
 ) -> list[int]:
-    """Return the index of each document's first token in the flat sequence. Padding is a separate document.
+    """Return where each document starts in the flat sequence. Padding is a separate document.
 
-    With position_ids alone, a position that is not its predecessor plus 1 starts a document: Hugging Face's rule for
-    packed sequences.
+    With position_ids alone, a position that is not its predecessor plus 1 starts a document:
+    Hugging Face's rule for packed sequences.
     """
     starts_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
     starts_BN[:, 0] = True
@@ -339,26 +402,32 @@ def _document_starts(
     return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
 
 
-def count_pairs(documents_BN: Tensor, windows: Sequence[int | None], parents_BN: Tensor | None = None) -> int:
-    """Count query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
+def count_pairs(
+    documents_BN: Tensor, windows: Sequence[int | None], parents_BN: Tensor | None = None
+) -> int:
+    """Count query-key pairs of causal attention, in documents and to ancestors, over all layers."""
     total = 0
     for row, documents_N in enumerate(documents_BN):
-        ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_N, return_counts=True))
+        ids_u, lengths_u = torch.unique_consecutive(documents_N, return_counts=True)
+        ids = ids_u.tolist()
+        lengths = lengths_u.tolist()
         befores = dict.fromkeys(ids, 0)  # tokens of ancestors
         if parents_BN is not None:
             firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             sizes = dict(zip(ids, lengths, strict=True))
             for document, parent in zip(ids, parents_BN[row, firsts].tolist(), strict=True):
                 befores[document] = befores[parent] + sizes[parent] if parent >= 0 else 0
-        spans = Counter(zip((befores[document] for document in ids), lengths, strict=True))
+        spans = Counter(zip(map(befores.__getitem__, ids), lengths, strict=True))
         for window, layers in Counter(windows).items():
-            total += layers * sum(count * span_pairs(*span, window) for span, count in spans.items())
+            pairs = sum(count * span_pairs(*span, window) for span, count in spans.items())
+            total += layers * pairs
     return total
 
 
 def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
-    """Return the first frame that each rank encodes, [num_ranks + 1]. Ranks get about equal numbers of patches."""
-    ends_f, ranks = patches_f.cumsum(0), torch.arange(num_ranks + 1)
+    """Return the first frame of each rank, [num_ranks + 1]; ranks get about as many patches."""
+    ends_f = patches_f.cumsum(0)
+    ranks = torch.arange(num_ranks + 1)
     total = int(patches_f.sum())
     cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
     cuts[-1] = len(patches_f)
@@ -366,10 +435,12 @@ def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
 
 
 class OwnPixels:
-    """The pixels of a call. This rank holds only those that it encodes; `name` identifies the full set."""
+    """A call's pixels, of which this rank has those it encodes. `name` identifies all of them."""
 
     def __init__(self, part_PM: Tensor, num_patches: int, name: str) -> None:
-        self.part_PM, self.shape, self.name = part_PM, (num_patches, part_PM.shape[1]), name
+        self.part_PM = part_PM
+        self.shape = (num_patches, part_PM.shape[1])
+        self.name = name
 
     def __getitem__(self, rows: slice) -> Tensor:
         assert len(range(self.shape[0])[rows]) == len(self.part_PM), "read for another rank"

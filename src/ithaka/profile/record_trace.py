@@ -1,4 +1,4 @@
-"""Record a `Trace`: run a training step as one rank of any mesh, on tensors without memory (comm/ghost.py)."""
+"""Record a `Trace` of a step as a rank of any mesh, on tensors without memory (comm/ghost.py)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,32 +10,40 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ithaka.comm.ghost import GHOST, STRETCH
+from ithaka.foreign import torch_operators
+from ithaka.foreign.torch_core import OpOverload, TorchDispatchMode, pytree, storage_key
 from ithaka.layer import slabs
 from ithaka.layer.slabs import Slab
 from ithaka.layer.store import DiskFile, Store
 from ithaka.phases import MemoryCategory, PhasePath, PhaseState, allocating_for, count, phase
 from ithaka.plan.bytes import EMBEDDING_RUN
-from ithaka.plan.trace import Amounts, Segment, Trace
+from ithaka.plan.trace import Amounts, Trace, TracedPart
 from ithaka.profile.live import RecordOutputs, StorageTracker, flatten, local_tensor
 from ithaka.profile.memory import Allocation, state_tensors
+from ithaka.roots.find import find_root
 
 HOST = "host"  # category of pinned host memory, which is not the device's
-STARTS = ("embedding", "loss", "encoder", "optimizer")  # phases that start a segment, as a layer's directions do
+# Phases that start a segment, as a layer's directions do.
+STARTS = ("embedding", "loss", "encoder", "optimizer")
 aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
-MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}
+MATMULS = dict.fromkeys((aten.mm, aten.bmm, torch_operators.grouped_mm), 0)
+MATMULS |= dict.fromkeys((aten.addmm, aten.addmm_), 1)
 MATMULS |= dict.fromkeys((aten.baddbmm, aten.baddbmm_, aten.addbmm), 1)
-# PyTorch decomposes these on meta tensors, which took almost half of a mixture's trace. torch 2.11 also mistakes the
-# dtype of the last one for beta.
-ADDMMS = {aten.addmm.default, aten.addmm_.default, aten.addmm.out, getattr(aten.addmm, "dtype_out", None)}
+# PyTorch decomposes these on meta tensors, which took almost half of a mixture's trace. torch 2.11
+# also mistakes the dtype of the last one for beta.
+ADDMMS = {
+    aten.addmm.default,
+    aten.addmm_.default,
+    aten.addmm.out,
+    getattr(aten.addmm, "dtype_out", None),
+}
 ATTENTION = {
-    aten._scaled_dot_product_efficient_attention: "forward",
-    aten._scaled_dot_product_efficient_attention_backward: "backward",
+    torch_operators.efficient_attention: "forward",
+    torch_operators.efficient_attention_backward: "backward",
 }
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
@@ -70,7 +78,7 @@ class GhostFile(DiskFile):
 
 @contextmanager
 def ghost_store() -> Iterator[Store]:
-    """A store whose tiers have no memory. Its disk is infinitely fast, so that little waits in host memory."""
+    """A store without memory. Its disk is infinitely fast, so that little waits in host memory."""
     with patch.object(slabs, "Slab", GhostSlab):
         made = Store(GHOST)
         made.disk = GhostFile(made.disk.directory)
@@ -82,8 +90,10 @@ def ghost_store() -> Iterator[Store]:
 
 class _OpenSegment:
     def __init__(self, name: str, recorder: "TraceRecorder") -> None:
-        self.name, self.recorder = name, recorder
-        self.start, self.host_start = recorder.sizes(), recorder.host_bytes
+        self.name = name
+        self.recorder = recorder
+        self.start = recorder.sizes()
+        self.host_start = recorder.host_bytes
         self.peaks: dict[str, Amounts] = {}
         self.totals: Counter[str] = Counter()
         self.host_peak = self.host_start
@@ -99,19 +109,21 @@ class _OpenSegment:
             self.totals[phase] = recorder.total_bytes
             self.peaks[phase] = recorder.sizes()
 
-    def close(self) -> Segment:
-        host = self.host_start, self.host_peak, self.recorder.host_bytes
-        return Segment(self.name, self.start, self.recorder.sizes(), self.peaks, host, self.flops, self.moved)
+    def close(self) -> TracedPart:
+        host = (self.host_start, self.host_peak, self.recorder.host_bytes)
+        end = self.recorder.sizes()
+        return TracedPart(self.name, self.start, end, self.peaks, host, self.flops, self.moved)
 
 
 class TraceRecorder(StorageTracker):
-    """Records the bytes of the ghost device, or of the CPU, by memory category and phase, and of pinned host memory."""
+    """Records bytes by category and phase, of the ghost device or the CPU, and host bytes."""
 
     def __init__(self, device: torch.device = GHOST) -> None:
         super().__init__(device)
         self.live_bytes: Counter[str] = Counter()  # on the device, by category
-        self.total_bytes = self.host_bytes = 0
-        self.segments: list[Segment] = []
+        self.total_bytes = 0
+        self.host_bytes = 0
+        self.segments: list[TracedPart] = []
         self.open = _OpenSegment("embedding", self)
 
     def make_mode(self) -> TorchDispatchMode:
@@ -132,7 +144,8 @@ class TraceRecorder(StorageTracker):
             self.open.observe()
 
     def count(self, what: str, amount: float) -> None:
-        amounts = self.open.flops if what.startswith(("attention", "matmul", "grouped")) else self.open.moved
+        is_flops = what.startswith(("attention", "matmul", "grouped"))
+        amounts = self.open.flops if is_flops else self.open.moved
         amounts[what] = amounts.get(what, 0) + amount
 
     # ---- storages
@@ -146,10 +159,13 @@ class TraceRecorder(StorageTracker):
             super().set_category(tensor, category)
 
     def on_change(self, old: Allocation | None, new: Allocation) -> None:
-        is_same = old is not None and old.category == new.category
-        if old is not None and not is_same:
+        if old is None:
+            self._change(new.num_bytes, new.category)
+        elif old.category == new.category:
+            self._change(new.num_bytes - old.num_bytes, new.category)
+        else:
             self._change(-old.num_bytes, old.category)
-        self._change(new.num_bytes - (old.num_bytes if old is not None and is_same else 0), new.category)
+            self._change(new.num_bytes, new.category)
 
     def on_free(self, allocation: Allocation) -> None:
         self._change(-allocation.num_bytes, allocation.category)
@@ -164,7 +180,7 @@ class TraceRecorder(StorageTracker):
             self.open.observe()
 
     def is_host(self, tensor: Tensor) -> bool:
-        entry = self.live.get(tensor.untyped_storage()._cdata)
+        entry = self.live.get(storage_key(tensor.untyped_storage()))
         return entry is not None and entry[1].category == HOST
 
 
@@ -173,11 +189,16 @@ class _RecordOperators(RecordOutputs):
 
     tracker: TraceRecorder
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        reads_value = func is torch_operators.item.default
+        if reads_value and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether all positions are consecutive
-        tensors = [t for t in flatten((*args, *kwargs.values())) if isinstance(t, Tensor) and (t.is_meta or t.dim())]
-        if self.tracker.device == GHOST and len({t.is_meta for t in tensors}) == 2:
+        tiers = {
+            t.is_meta
+            for t in flatten((*args, *kwargs.values()))
+            if isinstance(t, Tensor) and (t.is_meta or t.dim())
+        }
+        if self.tracker.device == GHOST and len(tiers) == 2:
             args, kwargs = _move_to_ghost(func, args, kwargs)
         if func in ADDMMS and type(args[1]) is Tensor and args[1].is_meta:  # no FakeTensor
             a, b = args[1:3]
@@ -188,16 +209,20 @@ class _RecordOperators(RecordOutputs):
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, recorder, kwargs = super().__torch_dispatch__(func, types, args, kwargs), self.tracker, kwargs or {}
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        recorder = self.tracker
+        kwargs = kwargs or {}
         if out is NotImplemented:
             return out
         packet = func.overloadpacket
         if packet is aten.embedding_dense_backward and out.is_meta:
-            with phase("kernel"):  # this peak grows with the tokens, others of the embedding's backward do not
+            # This peak grows with the tokens, others of the embedding's backward do not.
+            with phase("kernel"):
                 recorder.record(_make_workspace(*args).untyped_storage())
         elif packet in MATMULS:
             a, b = args[MATMULS[packet] :][:2]
-            recorder.count("grouped matmul" if packet is aten._grouped_mm else "matmul", 2 * a.numel() * b.shape[-1])
+            name = "grouped matmul" if packet is torch_operators.grouped_mm else "matmul"
+            recorder.count(name, 2 * a.numel() * b.shape[-1])
         elif packet in ATTENTION:
             name = f"attention {ATTENTION[packet]}, efficient, head dim {args[1].shape[-1]}"
             recorder.count(name, flop_registry[packet](*args, **kwargs, out_val=out))
@@ -211,15 +236,17 @@ class _RecordOperators(RecordOutputs):
         return out
 
 
-def _move_to_ghost(func: Any, args: Any, kwargs: Any) -> Any:
+def _move_to_ghost(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move small tensors on the CPU, whose values are known: positions of images, for example."""
-    if func.overloadpacket in (aten.copy_, aten._to_copy, aten.index, aten.index_put_):
+    if func.overloadpacket in (aten.copy_, torch_operators.to, aten.index, aten.index_put_):
         return args, kwargs
     move = partial(pytree.tree_map_only, Tensor, lambda t: t.to(GHOST) if t.dim() else t)
     return move(args), move(kwargs)
 
 
-def _make_workspace(dy: Tensor, ids: Tensor, num_rows: int, *_: Any) -> Tensor:
+def _make_workspace(dy: Tensor, ids: Tensor, num_rows: int, *_: object) -> Tensor:
     """What the backward of an embedding allocates on a GPU while it runs."""
     rows = ids.numel() // EMBEDDING_RUN + min(ids.numel(), int(num_rows / STRETCH.get()))
     return torch.empty(rows, dy.shape[-1], dtype=torch.float32, device=GHOST)
@@ -229,18 +256,22 @@ def _make_workspace(dy: Tensor, ids: Tensor, num_rows: int, *_: Any) -> Tensor:
 
 
 def trace_step(
-    model: Any, optimizer: Optimizer | None, step: Callable[[dict[str, Any]], None], inputs: dict[str, Any]
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    step: Callable[[dict[str, Any]], None],
+    inputs: dict[str, Any],
 ) -> Trace:
-    """Record `step(inputs)`, which opens the phase "step". The optimizer's states exist before it. The caller knows the
-    number of tokens."""
+    """Record `step(inputs)`, which opens the phase "step". The optimizer's states exist before it.
+    The caller knows the number of tokens."""
     if optimizer is not None:
         _make_states(optimizer)
-    recorder = TraceRecorder(model.ithaka_root.mesh.device)
+    root = find_root(model)
+    recorder = TraceRecorder(root.mesh.device)
     recorder.set_state_categories(model, optimizer)
     recorder.open = _OpenSegment("embedding", recorder)
     with recorder:
         step(inputs)
-    layers = (_layer_states(layer, optimizer) for layer in model.ithaka_root.layers)
+    layers = (_layer_states(layer, optimizer) for layer in root.layers)
     return Trace(0, (*recorder.segments, recorder.open.close()), tuple(layers))
 
 
@@ -254,11 +285,13 @@ def _make_states(optimizer: Optimizer) -> None:
 
 
 def _layer_states(layer: nn.Module, optimizer: Optimizer | None) -> Amounts:
-    """Bytes of a layer's parameters and buffers, sharded gradients and optimizer states on this rank."""
+    """This rank's bytes of a layer's parameters, buffers, gradients and optimizer states."""
     params = set(layer.parameters())
     trained = [local_tensor(param).nbytes for param in params if param.requires_grad]
+    weights = [local_tensor(t).nbytes for t in (*params, *layer.buffers())]
+    states = [t.nbytes for t in state_tensors(optimizer, params)]
     return {
         str(MemoryCategory.GRADIENTS): sum(trained) if optimizer is not None else 0,
-        str(MemoryCategory.PARAMETERS): sum(local_tensor(t).nbytes for t in (*params, *layer.buffers())),
-        str(MemoryCategory.OPTIMIZER): sum(t.nbytes for t in state_tensors(optimizer, params)),
+        str(MemoryCategory.PARAMETERS): sum(weights),
+        str(MemoryCategory.OPTIMIZER): sum(states),
     }

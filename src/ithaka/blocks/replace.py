@@ -13,9 +13,9 @@ from ithaka.blocks.norm import find_norm
 from ithaka.blocks.rope import find_rope
 
 
-def find_blocks(layer: nn.Module, run: Callable[[], Any]) -> tuple[BlockSpec, ...]:
+def find_blocks(layer: nn.Module, run: Callable[[], object]) -> tuple[BlockSpec, ...]:
     """Return the specs of all blocks that reproduce modules of a layer. `run` runs the layer."""
-    found: dict[str, Any] = {}
+    found: dict[str, BlockSpec] = {}
     experts = find_experts(layer)
     for path, module in layer.named_modules():
         if any(path == other or path.startswith(f"{other}.") for other in (*found, *experts)):

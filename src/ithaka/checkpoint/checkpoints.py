@@ -1,17 +1,18 @@
 """Checkpoints on disk: find, verify, publish, prune.
 
-    RUN_DIR/model/                       config, generation config, tokenizer: what export needs besides the weights
-    RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
-    RUN_DIR/latest                       one line, the name of the newest complete checkpoint
-    RUN_DIR/lock                         locked while a run writes to RUN_DIR; one line, its process and host
-    RUN_DIR/pins.json                    what the run started with: commits of names on the hub, and the base model's
-                                         fingerprint
+    RUN_DIR/model/                      config, generation config, tokenizer: for an export
+    RUN_DIR/checkpoints/step-00000100/  torch.distributed.checkpoint files and state.json
+    RUN_DIR/latest                      one line, the name of the newest complete checkpoint
+    RUN_DIR/lock                        locked while a run writes; one line, its process and host
+    RUN_DIR/pins.json                   what the run started with: commits of names on the hub, and
+                                        the base model's fingerprint
 
-A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. If its
-step was saved before, the older copy is first renamed to step-00000100-replaced, where `find_checkpoint` finds it, and
-deleted last. So there is a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR.
-state.json has a checksum of every file, verified before a run resumes, counts as finished, or is exported; if a
-checkpoint is damaged, the previous one is used.
+A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by
+`latest`. If its step was saved before, the older copy is first renamed to step-00000100-replaced,
+where `find_checkpoint` finds it, and deleted last. So there is a complete checkpoint whenever the
+run is killed. All ranks must see the same RUN_DIR. state.json has a checksum of every file,
+verified before a run resumes, counts as finished, or is exported; if a checkpoint is damaged, the
+previous one is used.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -41,24 +42,30 @@ from ithaka.layout import format_choices
 
 CHECKPOINT_FORMAT = 1
 SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
-STATE_FILE, PINS_FILE, LOCK_FILE = "state.json", "pins.json", "lock"
+STATE_FILE = "state.json"
+PINS_FILE = "pins.json"
+LOCK_FILE = "lock"
 step_name = "step-{:08d}".format
 REPLACED = "-replaced"  # ends the name of a checkpoint while a new one of its step takes its name
 CHECKPOINT_NAME = re.compile(rf"step-(\d+)({REPLACED})?")
 
 
 def lock_run_dir(run_dir: Path) -> int | None:
-    """Lock the run directory until the returned descriptor is closed or the process ends. TransientError if another run
-    holds the lock, on any node. If the file system has no locks, warn and return None.
+    """Lock the run directory until the returned descriptor is closed or the process ends.
+    TransientError if another run holds the lock, on any node. If the file system has no locks, warn
+    and return None.
 
-    This is a POSIX lock on a file: NFS and Lustre may keep those of `flock` local to a node. Closing any other
-    descriptor of the file would release it, so this process must not open the file again."""
+    This is a POSIX lock on a file: NFS and Lustre may keep those of `flock` local to a node.
+    Closing any other descriptor of the file would release it, so this process must not open the
+    file again."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         _try_lock(file, run_dir, fcntl.LOCK_EX)
     except OSError as error:
         rule = "so a second run in it would not be noticed; start only one at a time"
-        warnings.warn(f"train.run_dir={run_dir} cannot be locked ({error.strerror}), {rule}", stacklevel=2)
+        warnings.warn(
+            f"train.run_dir={run_dir} cannot be locked ({error.strerror}), {rule}", stacklevel=2
+        )
         return None
     with contextlib.suppress(OSError):  # only for the other run's message
         os.ftruncate(file, 0)
@@ -67,7 +74,8 @@ def lock_run_dir(run_dir: Path) -> int | None:
 
 
 def check_not_locked(run_dir: Path) -> None:
-    """TransientError if another run holds the lock. Several processes may check at once, but not one that holds it."""
+    """TransientError if another run holds the lock. Several processes may check at once, but not
+    one that holds it."""
     with contextlib.suppress(OSError):  # there is no such file, or the file system has no locks
         file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
         _try_lock(file, run_dir, fcntl.LOCK_SH)
@@ -85,23 +93,27 @@ def _try_lock(file: int, run_dir: Path, kind: int) -> None:
         os.close(file)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
-        message = f"train.run_dir={run_dir} is in use by another run ({holder or 'unknown process'})"
-        raise TransientError(f"{message}; wait until it ends, or stop it") from None
+        raise TransientError(
+            f"train.run_dir={run_dir} is in use by another run ({holder or 'unknown process'}); "
+            "wait until it ends, or stop it"
+        ) from None
 
 
 # ---- publish
 
 
-def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
-    """Turn the files in `temporary` into the checkpoint `final`, and name it in `latest`. `files`: size and checksum
-    by name."""
+def publish(
+    temporary: Path, final: Path, state: dict[str, Any], files: dict[str, tuple[int, str]]
+) -> None:
+    """Turn the files in `temporary` into the checkpoint `final`, and name it in `latest`. `files`:
+    size and checksum by name."""
     record = {"format": CHECKPOINT_FORMAT, "world_size": dist.get_world_size(), **state}
     record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
     record["checksums"] = {name: digest for name, (_, digest) in files.items()}
     record["checksums"][STATE_FILE] = _state_checksum(record)
     write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():  # a run resumed from an earlier checkpoint, or skipped batches since the last save
+    if final.exists():  # a run resumed from an earlier step, or skipped batches since the last save
         os.rename(final, replaced)  # after a kill right here, it is the only copy
     os.rename(temporary, final)
     sync_directory(final.parent)
@@ -110,7 +122,7 @@ def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str
 
 
 def restore_names(root: Path) -> None:
-    """Finish what a kill interrupted in `publish`. Only for the run that saves to `root`, before a save."""
+    """Finish what a kill interrupted in `publish`. Only for the run that saves to `root`."""
     for replaced in root.glob(f"step-*{REPLACED}"):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if final.exists():
@@ -120,9 +132,9 @@ def restore_names(root: Path) -> None:
 
 
 def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
-    """Delete old checkpoints except the one of step `best` or, if it was not saved, the previous best. Checkpoints
-    after `step` are kept: the run was resumed from an earlier step, and the user may still want them. One that cannot
-    be deleted is reported, and the save still counts."""
+    """Delete old checkpoints except the one of step `best` or, if it was not saved, the previous
+    best. Checkpoints after `step` are kept: the run was resumed from an earlier step, and the user
+    may still want them. One that cannot be deleted is reported, and the save still counts."""
     paths = [path for path in reversed(list_checkpoints(root)) if step_of(path) <= step]
     best_path = root / step_name(best)
     if best and best_path not in paths:
@@ -132,13 +144,18 @@ def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
             if path != best_path:
                 shutil.rmtree(path)
         except OSError as error:
-            print(f"Old checkpoint {path} cannot be deleted ({error}); the run continues", file=sys.stderr, flush=True)
+            print(
+                f"Old checkpoint {path} cannot be deleted ({error}); the run continues",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _was_best(path: Path) -> bool:
     """Whether the validation loss was the lowest so far when this checkpoint was saved."""
     try:
-        best = (state := read_state(path))["best"]
+        state = read_state(path)
+        best = state["best"]
         return best is not None and best[1] == state["step"]
     except (OSError, ValueError, LookupError):  # damaged
         return False
@@ -157,7 +174,11 @@ def is_visible(file: Path, num_bytes: int) -> bool:
 new_hash = hashlib.blake2b
 
 
-def format_hash(digest: Any) -> str:
+class Hash(Protocol):
+    def hexdigest(self) -> str: ...
+
+
+def format_hash(digest: Hash) -> str:
     return digest.hexdigest()[:32]
 
 
@@ -170,7 +191,7 @@ def _state_checksum(state: dict[str, Any]) -> str:
     """Checksum of everything in state.json except this checksum."""
     checksums = {name: digest for name, digest in state["checksums"].items() if name != STATE_FILE}
     text = json.dumps({**state, "checksums": checksums})
-    return hashlib.blake2b(text.encode()).hexdigest()[:32]
+    return format_hash(new_hash(text.encode()))
 
 
 # ---- find and verify
@@ -186,8 +207,8 @@ def step_of(path: Path) -> int:
 
 
 def _order(path: Path) -> tuple[int, ...]:
-    """Greater for a newer checkpoint: by step, and a copy that is being replaced comes before the new one. () for
-    another name."""
+    """Greater for a newer checkpoint: by step, and a copy that is being replaced comes before the
+    new one. () for another name."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return (int(match[1]), match[2] is None) if match else ()
 
@@ -197,7 +218,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_best(state: dict[str, Any]) -> tuple[tuple[float, int] | None, int]:
-    """The lowest validation loss and its step, if any, and how many validations in a row were not lower."""
+    """The lowest validation loss and its step, if any, and how many later ones were not lower."""
     best = state["best"]
     return best and (best[0], best[1]), state["stale"]
 
@@ -213,17 +234,22 @@ def read_pins(run_dir: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"{file} is damaged ({error}); restore it, or remove it to give up its pins") from None
+        raise ConfigError(
+            f"{file} is damaged ({error}); restore it, or remove it to give up its pins"
+        ) from None
 
 
 def find_problem(path: Path) -> str | None:
-    """Reason why the checkpoint at `path` cannot be used, or None. Checks state.json, file sizes and torch's index;
-    `find_corruption` reads the files."""
+    """Reason why the checkpoint at `path` cannot be used, or None. Checks state.json, file sizes
+    and torch's index; `find_corruption` reads the files."""
     try:
         state = read_state(path)
-        if (number := state.get("format")) != CHECKPOINT_FORMAT:
-            rule = f"it has format {number}, this version reads {CHECKPOINT_FORMAT}; use the ithaka that wrote it"
-            raise ConfigError(f"checkpoint {path} cannot be used: {rule}")
+        number = state.get("format")
+        if number != CHECKPOINT_FORMAT:
+            raise ConfigError(
+                f"checkpoint {path} cannot be used: it has format {number}, this version reads "
+                f"{CHECKPOINT_FORMAT}; use the ithaka that wrote it"
+            )
         if state["checksums"][STATE_FILE] != _state_checksum(state):
             return f"{STATE_FILE} is corrupt"
         for name, num_bytes in state["file_bytes"].items():
@@ -238,8 +264,8 @@ def find_problem(path: Path) -> str | None:
 
 
 def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Which file has a wrong checksum, or None. Reads only every `num_shares`-th file, so that ranks can share the
-    work."""
+    """Which file has a wrong checksum, or None. Reads only every `num_shares`-th file, so that
+    ranks can share the work."""
     try:
         checksums = sorted(read_state(path)["checksums"].items())
         for name, digest in checksums[share::num_shares]:
@@ -251,18 +277,22 @@ def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | No
 
 
 def _describe_damage(path: Path, error: Exception) -> str:
-    """TransientError if the storage failed: the checkpoint may be intact, so using an older one is wrong."""
+    """TransientError if the storage failed: the checkpoint may be intact."""
     if is_transient(error):
-        message = f"checkpoint {path} cannot be read at the moment ({error}); check its disk, and start again"
-        raise TransientError(message) from error
+        raise TransientError(
+            f"checkpoint {path} cannot be read at the moment ({error}); check its disk, and start "
+            "again"
+        ) from error
     return f"{type(error).__name__}: {error}"
 
 
 def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = False) -> Path:
-    """The newest usable checkpoint up to RUN_DIR/latest, or before `before`; unless `quiet`, rank 0 reports those that
-    are not. ConfigError if there is none."""
+    """The newest usable checkpoint up to RUN_DIR/latest, or before `before`; unless `quiet`, rank 0
+    reports those that are not. ConfigError if there is none."""
     if not run_dir.is_dir():
-        raise ConfigError(f"run directory {run_dir} does not exist; use the directory of an earlier run")
+        raise ConfigError(
+            f"run directory {run_dir} does not exist; use the directory of an earlier run"
+        )
     latest = latest_name(run_dir)
     candidates = list_checkpoints(run_dir / "checkpoints")
     if before is not None:
@@ -278,20 +308,28 @@ def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = Fal
         if not quiet:
             report_unusable(path, reason)
     if not candidates and not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"run directory {run_dir} has no config.yaml; use the directory of an earlier run")
+        raise ConfigError(
+            f"run directory {run_dir} has no config.yaml; use the directory of an earlier run"
+        )
     other = "other " if before is not None else ""
-    fix = "start a new run" if other or candidates else "wait for one, or start a new run: here with --resume auto"
+    fix = "start a new run"
+    if not other and not candidates:
+        fix = "wait for one, or start a new run: here with --resume auto"
     raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; {fix}")
 
 
 def find_intact_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest one before it, whose checksums are right. Collective: the ranks share the
-    work."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
+    """The checkpoint at `path`, or the newest one before it, whose checksums are right. Collective:
+    the ranks share the work."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    while True:
+        reason = raise_on_all_ranks(find_corruption, path, rank, num_ranks)
+        reasons = list(filter(None, gather_objects(reason)))
+        if not reasons:
+            return path
         report_unusable(path, reasons[0])
         path = ask_rank_0(find_checkpoint, path.parents[1], before=path)
-    return path
 
 
 def find_checkpoint_of_step(run_dir: Path, step: int) -> Path:
@@ -308,12 +346,18 @@ def find_checkpoint_of_step(run_dir: Path, step: int) -> Path:
 
 def report_unusable(path: Path, reason: str) -> None:
     if is_rank_0():
-        print(f"Checkpoint {path} cannot be used: {reason}. Using the previous one.", file=sys.stderr, flush=True)
+        print(
+            f"Checkpoint {path} cannot be used: {reason}. Using the previous one.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def newest_checkpoint(run_dir: Path | None) -> Path | None:
     """The complete checkpoint of the latest step, not verified."""
-    return next(iter(list_checkpoints(run_dir / "checkpoints")), None) if run_dir is not None else None
+    if run_dir is None:
+        return None
+    return next(iter(list_checkpoints(run_dir / "checkpoints")), None)
 
 
 def latest_name(run_dir: Path) -> str:
@@ -329,4 +373,6 @@ def describe_last(run_dir: Path) -> str:
         name = latest_name(run_dir)
     except OSError as error:  # must not hide why the run ended
         return f"{run_dir / 'latest'} cannot be read ({error})."
-    return f"The last checkpoint is {run_dir / 'checkpoints' / name}." if name else "There is no checkpoint yet."
+    if not name:
+        return "There is no checkpoint yet."
+    return f"The last checkpoint is {run_dir / 'checkpoints' / name}."

@@ -1,7 +1,8 @@
-"""Profile one training step: where its memory and its time go, with a trace and a summary of the peak.
+"""Profile one training step: where memory and time go, a trace, and a summary of the peak.
 
-Each instant of the step counts once: as compute if a kernel runs, else as exchange if a collective is in flight, else
-as copies, else as idle. Exchange and copies that overlap compute are hidden and counted separately.
+Each instant of the step counts once: as compute if a kernel runs, else as exchange if a collective
+is in flight, else as copies, else as idle. Exchange and copies that overlap compute are hidden and
+counted separately.
 """
 
 import gzip
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 import torch
@@ -47,20 +48,24 @@ class Activity(NamedTuple):
 class StepTimes(PhaseLog, ExitStack):
     """Enter around one step, then call `write` for PyTorch's trace with ithaka's phases in it.
 
-    On a GPU the trace has kernels, copies and launches only: recording every operator slows the host by a quarter of
-    the step. Phases are therefore timed by the host's clock and added to the trace afterwards.
+    On a GPU the trace has kernels, copies and launches only: recording every operator slows the
+    host by a quarter of the step. Phases are therefore timed by the host's clock and added to the
+    trace afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device, self.on_gpu = device, device.type == "cuda"
+        self.device = device
+        self.on_gpu = device.type == "cuda"
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
         self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
-        self.start_ns = self.stop_ns = 0
+        self.start_ns = 0
+        self.stop_ns = 0
 
-    def __enter__(self) -> "StepTimes":
+    def __enter__(self) -> Self:
         with warnings.catch_warnings():
-            # PyTorch 2.11 warns even for a single cycle; acc_events=True, its remedy, takes longer than the step.
+            # PyTorch 2.11 warns even for a single cycle; acc_events=True, its remedy, takes longer
+            # than the step.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self.enter_context(self.trace)
         self.enter_context(listening(self))
@@ -75,7 +80,7 @@ class StepTimes(PhaseLog, ExitStack):
         self.stop_ns = time.time_ns()
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the trace as .json.gz and return `times`. The profiler's own compression is far slower."""
+        """Write the trace as .json.gz and return `times`. The profiler compresses more slowly."""
         uncompressed = path.with_suffix("")
         try:
             self.trace.export_chrome_trace(str(uncompressed))
@@ -90,54 +95,79 @@ class StepTimes(PhaseLog, ExitStack):
         return times
 
     def times(self, trace: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of each kind by layer, direction and part, which sum to the step's; and hidden seconds."""
+        """Seconds of each kind by layer, direction and part, which sum to the step's; hidden
+        seconds."""
         activities = list(self._gpu_activities(trace)) or list(self._cpu_activities())
-        return _partition(activities, self.start_ns, max([self.stop_ns, *(a.stop_ns for a in activities)]))
+        stop_ns = max([self.stop_ns, *(a.stop_ns for a in activities)])
+        return _partition(activities, self.start_ns, stop_ns)
 
     def annotate(self, trace: dict[str, Any]) -> None:
-        """Add the phases to `trace` as a separate row, because on a GPU backward runs in another thread."""
-        base_ns, row = self._base_ns(trace), {"pid": os.getpid(), "tid": 0}
+        """Add the phases to `trace` as a row: on a GPU, backward runs in another thread."""
+        base_ns = self._base_ns(trace)
+        row = {"pid": os.getpid(), "tid": 0}
         events = trace["traceEvents"]
         events.append({"ph": "M", "name": "thread_name", **row, "args": {"name": "ithaka"}})
         for path, start_ns, stop_ns in [(("step",), self.start_ns, self.stop_ns), *self.spans()]:
+            event = {"ph": "X", "cat": "user_annotation", "name": f"ithaka: {'/'.join(path)}"}
             span = {"ts": (start_ns - base_ns) / 1e3, "dur": (stop_ns - start_ns) / 1e3}
-            events.append({"ph": "X", "cat": "user_annotation", "name": "ithaka: " + "/".join(path), **row, **span})
+            events.append(event | row | span)
 
     def _base_ns(self, trace: dict[str, Any]) -> int:
-        """Time zero of the trace on the host's clock. A trace of GPU work only has its own clock; the stream
-        synchronization that ends the step aligns the two."""
-        calls = [e for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
-        waits = [e for e in calls if e["name"] == _SYNCHRONIZE] or calls  # if this CUDA version does not report it
+        """Time zero of the trace on the host's clock. A trace of GPU work only has its own clock;
+        the stream synchronization that ends the step aligns the two."""
+        events = trace["traceEvents"]
+        calls = [e for e in events if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
+        # Some CUDA versions do not report the synchronization.
+        waits = [e for e in calls if e["name"] == _SYNCHRONIZE] or calls
         if not waits:
             return trace.get("baseTimeNanoseconds", 0)
         return self.stop_ns - round(1e3 * max(e["ts"] + e["dur"] for e in waits))
 
     def _gpu_activities(self, trace: dict[str, Any]) -> Iterator[Activity]:
         """Kernels and copies. Each belongs to the phase that launched it, however late it runs."""
-        base_ns, events = self._base_ns(trace), [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-        launches = (e for e in events if e["cat"] in _LAUNCHES and "correlation" in e.get("args", {}))
-        launched = {e["args"]["correlation"]: e["ts"] for e in launches}
-        for e in (e for e in events if e["cat"] in _GPU_WORK):
+        base_ns = self._base_ns(trace)
+        events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+        launched = {
+            e["args"]["correlation"]: e["ts"]
+            for e in events
+            if e["cat"] in _LAUNCHES and "correlation" in e.get("args", {})
+        }
+        for e in events:
+            if e["cat"] not in _GPU_WORK:
+                continue
             launch = launched.get(e["args"].get("correlation", -1), e["ts"])
-            crosses_pcie = e["cat"] == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])
-            kind = "exchange" if "nccl" in e["name"].lower() else "copies" if crosses_pcie else "compute"
-            start_ns, stop_ns, launch_ns = (base_ns + round(1e3 * us) for us in (e["ts"], e["ts"] + e["dur"], launch))
-            yield Activity(start_ns, stop_ns, kind, self.phase_at(launch_ns))
+            start_ns = base_ns + round(1e3 * e["ts"])
+            stop_ns = base_ns + round(1e3 * (e["ts"] + e["dur"]))
+            launch_ns = base_ns + round(1e3 * launch)
+            yield Activity(start_ns, stop_ns, _kind_of_work(e), self.phase_at(launch_ns))
 
     def _cpu_activities(self) -> Iterator[Activity]:
-        """One activity per phase. Phases named after a kind have that kind, all others are compute."""
-        for (start_ns, path), (stop_ns, _) in pairwise([(self.start_ns, ()), *self.phase_changes, (self.stop_ns, ())]):
-            yield Activity(start_ns, stop_ns, path[-1] if path and path[-1] in KINDS else "compute", path)
+        """One activity per phase. A phase named after a kind has it; all others are compute."""
+        changes = [(self.start_ns, PhasePath()), *self.phase_changes, (self.stop_ns, PhasePath())]
+        for (start_ns, path), (stop_ns, _) in pairwise(changes):
+            kind = path[-1] if path and path[-1] in KINDS else "compute"
+            yield Activity(start_ns, stop_ns, kind, path)
+
+
+def _kind_of_work(event: dict[str, Any]) -> str:
+    name = event["name"]
+    if "nccl" in name.lower():
+        return "exchange"
+    crosses_pcie = event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name)
+    return "copies" if crosses_pcie else "compute"
 
 
 def _partition(activities: list[Activity], start_ns: int, stop_ns: int) -> dict[str, Any]:
     """Assign each instant to one activity, or to idle."""
-    hidden, rows = dict.fromkeys(("exchange", "copies"), 0.0), dict[PhasePath, dict[str, float]]()
+    hidden = dict.fromkeys(("exchange", "copies"), 0.0)
+    rows = dict[PhasePath, dict[str, float]]()
     by_start = sorted(activities, key=lambda a: a.start_ns)
-    edges = sorted({start_ns, stop_ns, *(min(max(at, start_ns), stop_ns) for a in by_start for at in a[:2])})
+    edges = {start_ns, stop_ns}
+    for a in activities:
+        edges |= {min(max(at, start_ns), stop_ns) for at in (a.start_ns, a.stop_ns)}
     running: list[Activity] = []
     num_started = 0
-    for left, right in pairwise(edges):
+    for left, right in pairwise(sorted(edges)):
         while num_started < len(by_start) and by_start[num_started].start_ns <= left:
             running.append(by_start[num_started])
             num_started += 1
@@ -146,24 +176,31 @@ def _partition(activities: list[Activity], start_ns: int, stop_ns: int) -> dict[
         candidates = [(a.kind, a.phase) for a in reversed(running)] or [("idle", next_phase)]
         kind, phase = min(candidates, key=lambda candidate: KINDS.index(candidate[0]))
         rows.setdefault(phase[:3], dict.fromkeys(KINDS, 0.0))[kind] += (right - left) / 1e9
-        for other in {a.kind for a in running} - {kind} if kind == "compute" else ():
-            hidden[other] += (right - left) / 1e9
+        if kind == "compute":
+            for other in {a.kind for a in running} - {kind}:
+                hidden[other] += (right - left) / 1e9
     phases = [{"path": list(path), **row} for path, row in rows.items()]
     return {"wall_s": (stop_ns - start_ns) / 1e9, "hidden": hidden, "phases": phases}
 
 
 class StepProfile(ExitStack):
-    """Enter around one step, then call `write`. With the `times` of an earlier step, it records only memory."""
+    """Enter around one step, then call `write`. With `times` of an earlier step: memory only."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, device: torch.device, times: StepTimes | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        times: StepTimes | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.optimizer = model, optimizer
-        self.times, self._records_times = times or StepTimes(device), times is None
+        self.model = model
+        self.optimizer = optimizer
+        self.times = times or StepTimes(device)
+        self._records_times = times is None
         self.memory = AllocatorHistory(device) if device.type == "cuda" else LiveBytes()
 
-    def __enter__(self) -> "StepProfile":
+    def __enter__(self) -> Self:
         self.enter_context(self.memory)
         self.memory.set_state_categories(self.model, self.optimizer)
         if self._records_times:
@@ -171,12 +208,13 @@ class StepProfile(ExitStack):
         return self
 
     def write(self, folder: Path, step: int, plain_s: float | None, planned: dict[str, int]) -> str:
-        """Write all files to `folder` and return the summary of the peak. `plain_s`: time of a step without profiling.
-        `planned`: bytes by category at the planned peak."""
+        """Write all files to `folder` and return the summary of the peak. `plain_s`: time of a step
+        without profiling. `planned`: bytes by category at the planned peak."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(self.memory, AllocatorHistory):
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))
-        memory, times = self.memory.describe(planned), self.times.write(folder / "trace.json.gz")
+        memory = self.memory.describe(planned)
+        times = self.times.write(folder / "trace.json.gz")
         data = {"step": step, "plain_s": plain_s, "memory": memory, "times": times}
         summary = format_peak(memory["peak"])
         (folder / "profile.json").write_text(json.dumps(data), encoding="utf-8")
