@@ -39,7 +39,7 @@ MODEL = {
 FILE = """
 model: {path: FOLDER/config.json}
 adapter: {rank: 4}
-data: {path: FOLDER/texts.jsonl, tokenizer: bytes, context: 64}
+data: {path: FOLDER/texts.jsonl, tokenizer: bytes, context: 64, validation_fraction: 0}
 parallel: {ranks: 2, cp: 2}
 memory: {keep_attention: 20, tile_tokens: 32, offload: host}
 optim: {lr: 1.0e-3, warmup_steps: 2}
@@ -57,7 +57,7 @@ class Road:
 
     functions: Counter[str] = field(default_factory=Counter)  # module:function -> calls
     modules: Counter[str] = field(default_factory=Counter)  # module -> calls
-    returns: int = 0
+    returns: Counter[str] = field(default_factory=Counter)  # left -> entered again
     yaml_files: int = 0
     here: str = ""
 
@@ -70,7 +70,8 @@ class Road:
         module = code.co_filename.removeprefix(PACKAGE).removesuffix(".py")
         self.functions[f"{module}:{code.co_qualname}"] += 1
         if module != self.here:
-            self.returns += module in self.modules
+            if module in self.modules:
+                self.returns[f"{self.here} -> {module}"] += 1
             self.here = module
         self.modules[module] += 1
 
@@ -78,8 +79,7 @@ class Road:
 def walk(folder: Path) -> Road:
     """Start `ithaka train`, and stop it where the ranks would start."""
     (folder / "config.json").write_text(json.dumps(MODEL))
-    texts = [json.dumps({"text": f"Document {n}: {'word ' * n}"}) for n in (40, 50, 60)]
-    (folder / "texts.jsonl").write_text("\n".join(texts))
+    (folder / "texts.jsonl").write_text(json.dumps({"text": "word " * 40}))
     (folder / "file.yaml").write_text(FILE.replace("FOLDER", str(folder)))
     road = Road()
     compose = yaml.load
@@ -117,11 +117,11 @@ def main() -> None:
         road = walk(Path(name))
     print(
         f"{road.functions.total()} functions entered ({len(road.functions)} different), "
-        f"{len(road.modules)} modules, {road.returns} returns to a module, "
+        f"{len(road.modules)} modules, {road.returns.total()} returns to a module, "
         f"the YAML file parsed {road.yaml_files} times"
     )
     if arguments.modules:
-        for module, count in road.modules.most_common():
+        for module, count in (road.modules + road.returns).most_common():
             print(f"{count:6}  {module}")
 
 

@@ -6,14 +6,13 @@ memory ledger, the run directory and the report take it unchanged. Imports no to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from ithaka.config import Config, ConfigError, check_effects
+from ithaka.config import Config, ConfigError
 
 Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -67,14 +66,6 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
-KEPT_SETTINGS = (
-    "input_tier",
-    "keep_inputs",
-    "keep_attention",
-    "attention_tier",
-    "keep_projections",
-    "keep_everything",
-)
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -90,8 +81,14 @@ class Layout:
     # query heads per stage, over a Ulysses group; None: all (plain Ulysses)
     heads_per_stage: int | None = None
     tile_tokens: int | None = None  # None: all local tokens in one tile
-    # one per layer; empty: every layer keeps its input on the device
-    kept: tuple[ActivationPolicy, ...] = ()
+    input_tier: Tier = "device"  # where layers keep their input
+    # Layers, counted from the last, which keep more or elsewhere. Backward of the last layers runs
+    # first and frees what they keep before the layers below recompute.
+    keep_inputs: int = 0  # that keep their input on the device
+    keep_attention: int = 0  # that keep the attention output
+    attention_tier: Tier = "device"  # where they keep it
+    keep_projections: int = 0  # that also keep q, k and v, on the device
+    keep_everything: int = 0  # and the MLP's gate and up projections
     # Trade memory for time: exchange and prefetch the next stage while this one attends, and in
     # backward fetch a layer's input once instead of tile by tile in every pass, and hold the graphs
     # of projections (layer/schedule.py).
@@ -127,21 +124,30 @@ class Layout:
                 )
             for size in self.blocks:
                 check_size("layout.blocks", size)
-        if not isinstance(self.kept, tuple | list):
-            fix = "use one ithaka.layout.ActivationPolicy per layer"
-            raise ConfigError(
-                f"layout.kept={self.kept!r} is a {type(self.kept).__name__}, not a tuple; {fix}"
-            )
-        for policy in self.kept:
-            if not isinstance(policy, ActivationPolicy):
-                fix = "use one ithaka.layout.ActivationPolicy per layer"
-                raise ConfigError(f"layout.kept has {policy!r}, which is not a policy; {fix}")
+        for name in ("input_tier", "attention_tier"):
+            if getattr(self, name) not in get_args(Tier):
+                rule = f"layout.{name}={getattr(self, name)!r} is not a tier"
+                raise ConfigError(f"{rule}; use device, host or disk")
+        for name in ("keep_inputs", "keep_attention", "keep_projections", "keep_everything"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 0:
+                raise ConfigError(
+                    f"layout.{name}={count!r} is not a number of layers; use 0 or more"
+                )
         if self.stored_dtype not in (None, "float8"):
             raise ConfigError(
                 f"layout.stored_dtype={self.stored_dtype!r} is unknown; use 'float8', or None"
             )
         if self.dtype is not None:
             object.__setattr__(self, "dtype", check_dtype("layout.dtype", self.dtype))
+        # What has no effect has one value, so that equal layouts are equal.
+        projections = max(self.keep_projections, self.keep_everything)
+        object.__setattr__(self, "keep_projections", projections)
+        object.__setattr__(self, "keep_attention", max(self.keep_attention, projections))
+        if not self.keep_attention:
+            object.__setattr__(self, "attention_tier", "device")
+        if self.input_tier == "device":
+            object.__setattr__(self, "keep_inputs", 0)
 
     @property
     def ulysses(self) -> int:
@@ -150,8 +156,13 @@ class Layout:
 
     def for_teacher(self) -> Layout:
         """The layout of another model, without backward, on the same ranks."""
+        stage = None if self.heads_per_stage is None else self.ulysses
+        return replace(self.without_backward(), heads_per_stage=stage)
+
+    def without_backward(self) -> Layout:
+        """The layout of an evaluation, for which nothing is kept."""
         return replace(
-            self, kept=(), heads_per_stage=None if self.heads_per_stage is None else self.ulysses
+            self, input_tier="device", keep_attention=0, keep_projections=0, keep_everything=0
         )
 
     @property
@@ -197,10 +208,23 @@ class Layout:
 
     def layer_policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """One policy per layer of a model with `num_layers` layers."""
-        if self.kept and len(self.kept) != num_layers:
-            rule = f"has {len(self.kept)} entries, but the model has {num_layers} layers"
-            raise ConfigError(f"layout.kept {rule}; give one per layer")
-        return self.kept or (ActivationPolicy(),) * num_layers
+        return _layer_policies(
+            num_layers,
+            self.input_tier,
+            self.keep_inputs,
+            self.keep_attention,
+            self.attention_tier,
+            self.keep_projections,
+            self.keep_everything,
+        )
+
+    def of_layers(self, layers: Sequence[int], num_layers: int) -> Layout:
+        """The layout of a model that has only these layers of a model with `num_layers`."""
+        counts = {
+            name: sum(layer >= num_layers - getattr(self, name) for layer in layers)
+            for name in ("keep_inputs", "keep_attention", "keep_projections", "keep_everything")
+        }
+        return replace(self, **counts)
 
     def policy_groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
         """(policy, number of layers) for each run of consecutive layers with one policy, from layer
@@ -210,52 +234,11 @@ class Layout:
             for policy, run in groupby(self.layer_policies(num_layers)[first:])
         ]
 
-    # The settings of a configuration, which has one value for all layers.
-
-    @cached_property
-    def input_tier(self) -> Tier:
-        return self.kept[0].input if self.kept else "device"
-
-    @cached_property
-    def keep_inputs(self) -> int:
-        """Layers that keep their input on the device, although others do not."""
-        return (
-            sum(policy.input == "device" for policy in self.kept)
-            if self.input_tier != "device"
-            else 0
-        )
-
-    @cached_property
-    def keep_attention(self) -> int:
-        """Layers that keep the attention output."""
-        return sum(policy.attention is not None for policy in self.kept)
-
-    @cached_property
-    def keep_projections(self) -> int:
-        """Layers that keep everything except the MLP's gate and up projections."""
-        return sum(policy.projections for policy in self.kept)
-
-    @cached_property
-    def keep_everything(self) -> int:
-        return sum(policy.mlp for policy in self.kept)
-
-    @cached_property
-    def attention_tier(self) -> Tier:
-        return next((policy.attention for policy in self.kept if policy.attention), "device")
-
-    @property
-    def rounds(self) -> bool:
+    def rounds(self, num_layers: int) -> bool:
         """Whether a layer's input or attention output is rounded in host memory or on disk."""
-        inputs = any(policy.input != "device" and self.input_dtype(policy) for policy in self.kept)
-        outputs = any(policy.attention in ("host", "disk") for policy in self.kept)
-        return inputs or (outputs and self.stored_dtype is not None)
-
-    def with_changes(self, **changes: Any) -> Layout:
-        """A copy with some fields changed; `kept` is changed by the properties in KEPT_SETTINGS."""
-        kept_settings = {
-            n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS
-        }
-        return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
+        policies = self.layer_policies(num_layers)
+        inputs = any(policy.input != "device" and self.input_dtype(policy) for policy in policies)
+        return inputs or (self.stored_dtype is not None and self.attention_tier != "device")
 
 
 def float8_bytes(num_rows: int, width: int) -> int:
@@ -263,95 +246,100 @@ def float8_bytes(num_rows: int, width: int) -> int:
     return num_rows * (width + -(-width // FLOAT8_BLOCK))
 
 
-def make_layout(num_layers: int, **settings: Any) -> Layout:
-    """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its
-    other fields."""
-    of_layers = {name: settings.pop(name) for name in KEPT_SETTINGS if name in settings}
-    return Layout(kept=_make_policies(num_layers, **of_layers), **settings)
-
-
 @lru_cache(maxsize=4096)
-def _make_policies(
+def _layer_policies(
     num_layers: int,
-    *,
-    input_tier: Tier = "device",
-    keep_inputs: int = 0,
-    keep_attention: int = 0,
-    attention_tier: Tier = "device",
-    keep_projections: int = 0,
-    keep_everything: int = 0,
+    input_tier: Tier,
+    keep_inputs: int,
+    keep_attention: int,
+    attention_tier: Tier,
+    keep_projections: int,
+    keep_everything: int,
 ) -> tuple[ActivationPolicy, ...]:
-    """The last layers keep the most: their backward runs first and frees it before the layers below
-    recompute."""
-    num_everything = min(keep_everything, num_layers)
-    num_projections = max(min(keep_projections, num_layers), num_everything)
-    num_attention = max(min(keep_attention, num_layers), num_projections)
-    kept = (ActivationPolicy(input_tier),) * (num_layers - num_attention)
-    kept += (ActivationPolicy(input_tier, attention_tier),) * (num_attention - num_projections)
-    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (
-        num_projections - num_everything
-    )
-    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
-    first = max(0, num_layers - keep_inputs)
-    return kept[:first] + tuple(replace(policy, input="device") for policy in kept[first:])
+    policies = []
+    for layer in range(num_layers):
+        later = num_layers - layer  # this layer and those after it
+        policies.append(
+            ActivationPolicy(
+                "device" if later <= keep_inputs else input_tier,
+                attention_tier if later <= keep_attention else None,
+                later <= keep_projections,
+                later <= keep_everything,
+            )
+        )
+    return tuple(policies)
 
 
 # ---- layouts and configurations
 
-# Settings that a layout decides -> the argument of `make_layout` for each.
-SETTINGS = {
-    "parallel.cp": "cp",
-    "parallel.ring": "ring",
-    "parallel.replicas": "replicas",
-    "parallel.heads_per_stage": "heads_per_stage",
-    "memory.checkpoint": "keep_everything",
-    "memory.offload": "input_tier",
-    "memory.keep_inputs": "keep_inputs",
-    "memory.tile_tokens": "tile_tokens",
-    "memory.keep_attention": "keep_attention",
-    "memory.attention_offload": "attention_tier",
-    "memory.keep_projections": "keep_projections",
-    "memory.offload_optimizer": "offload_optimizer",
-    "memory.overlap": "overlap",
-    "memory.stored_dtype": "stored_dtype",
-}
+
+@dataclass(frozen=True)
+class LayoutSetting:
+    """A setting that a layout decides."""
+
+    name: str
+    argument: str  # a field of Layout
+    words: Mapping[str, Any] = field(default_factory=dict)  # -> value in a layout
+    counts_others: bool = False  # counts the layers that the argument does not
+
+    def to_layout(self, value: Any, num_layers: int, num_ranks: int) -> Any:
+        """The layout's value for one in a configuration."""
+        value = self.words.get(value, value)
+        if value in (ALL_LAYERS, ALL_RANKS):
+            value = {ALL_LAYERS: num_layers, ALL_RANKS: num_ranks}[value]
+        return max(0, num_layers - value) if self.counts_others else value
+
+    def to_setting(self, value: Any, num_layers: int) -> Any:
+        """The configuration's value for a layout's."""
+        if self.counts_others:
+            value = num_layers - value
+        for word, meaning in self.words.items():
+            if value == (num_layers if meaning == ALL_LAYERS else meaning):
+                return word
+        return value
 
 
-def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
-    """Argument of `make_layout` -> {value in a configuration: value in a layout}, where they
-    differ."""
+ALL_LAYERS = "all layers"  # in words: as many as the model has
+ALL_RANKS = "all ranks"
+NO_TIER = {"none": "device"}
+LAYERS: dict[str, Any] = {"none": 0, "all": ALL_LAYERS}
+LAYOUT_SETTINGS = (
+    LayoutSetting("parallel.cp", "cp", {"all": ALL_RANKS}),
+    LayoutSetting("parallel.ring", "ring"),
+    LayoutSetting("parallel.replicas", "replicas"),
+    LayoutSetting("parallel.heads_per_stage", "heads_per_stage", {"all": None}),
+    LayoutSetting(
+        "memory.checkpoint", "keep_everything", {"none": 0, "full": ALL_LAYERS}, counts_others=True
+    ),
+    LayoutSetting("memory.offload", "input_tier", NO_TIER),
+    LayoutSetting("memory.keep_inputs", "keep_inputs", {"none": 0}),
+    LayoutSetting("memory.tile_tokens", "tile_tokens", {"all": None}),
+    LayoutSetting("memory.keep_attention", "keep_attention", LAYERS),
+    LayoutSetting("memory.attention_offload", "attention_tier", NO_TIER),
+    LayoutSetting("memory.keep_projections", "keep_projections", LAYERS),
+    LayoutSetting("memory.offload_optimizer", "offload_optimizer"),
+    LayoutSetting("memory.overlap", "overlap"),
+    LayoutSetting("memory.stored_dtype", "stored_dtype"),
+)
+FIELDS = {setting.name: setting.argument for setting in LAYOUT_SETTINGS}
+
+
+def layout_values(values: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
+    """Translate settings ({"memory.offload": "host"}) to fields of a layout. Leaves out null and
+    auto, which leave the choice to the planner or to another setting."""
     return {
-        "cp": {"all": num_ranks},
-        "heads_per_stage": {"all": None},
-        # memory.checkpoint counts the layers that do not keep everything.
-        "keep_everything": {n: num_layers - n for n in range(num_layers + 1)}
-        | {"none": num_layers, "full": 0},
-        "input_tier": {"none": "device"},
-        "keep_inputs": {"none": 0},
-        "tile_tokens": {"all": None},
-        "keep_attention": {"none": 0, "all": num_layers},
-        "attention_tier": {"none": "device"},
-        "keep_projections": {"none": 0, "all": num_layers},
+        setting.argument: setting.to_layout(values[setting.name], num_layers, num_ranks)
+        for setting in LAYOUT_SETTINGS
+        if values.get(setting.name) not in (None, "auto")
     }
 
 
-def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
-    """Translate settings (`{"parallel.cp": 8, "memory.offload":
-    "host"}`) to arguments of `make_layout`. Leaves out null and auto."""
-    check_effects(chosen)
-    keyword_values = _keyword_values(num_layers, num_ranks)
-    fixed = {SETTINGS[name]: value for name, value in chosen.items() if value not in (None, "auto")}
-    return {name: keyword_values.get(name, {}).get(value, value) for name, value in fixed.items()}
-
-
-def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
+def settings_from_layout(layout: Layout, num_heads: int, num_layers: int) -> dict[str, Any]:
     """The settings of a configuration that describe `layout`."""
-    keyword_values = _keyword_values(len(layout.kept), 0)
-    settings: dict[str, Any] = {}
-    for name, argument in SETTINGS.items():
-        keywords = {value: word for word, value in keyword_values.get(argument, {}).items()}
-        value = getattr(layout, argument)
-        settings[name] = keywords.get(value, value)
+    settings = {
+        setting.name: setting.to_setting(getattr(layout, setting.argument), num_layers)
+        for setting in LAYOUT_SETTINGS
+    }
     if (layout.heads_per_stage or 0) >= num_heads:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
@@ -371,21 +359,20 @@ def layout_from_config(
 ) -> Layout:
     """The layout that a complete configuration describes. `num_heads`: the model's query heads, for
     ring=auto."""
-    values = {name: attrgetter(name)(config) for name in SETTINGS}
-    fixed = fixed_settings(
-        values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks
-    )
+    fields = layout_values({name: config.get(name) for name in FIELDS}, num_layers, num_ranks)
+    cp = fields.setdefault("cp", num_ranks)
+    fields.setdefault("ring", smallest_ring(cp, num_heads or cp))
+    fields.setdefault("attention_tier", fields["input_tier"])
     dtype = config.model.dtype
     attention = config.attention
-    ring = smallest_ring(fixed["cp"], num_heads or fixed["cp"])
-    return make_layout(
-        num_layers,
-        **{"attention_tier": fixed["input_tier"], "ring": ring, **fixed},
+    blocks = None
+    if attention.block_q and attention.block_kv:
+        blocks = attention.block_q, attention.block_kv
+    return Layout(
+        **fields,
         dtype=default_dtype(on_gpu) if dtype == "auto" else dtype,
         kernel=attention.kernel,
-        blocks=(attention.block_q, attention.block_kv)
-        if attention.block_q and attention.block_kv
-        else None,
+        blocks=blocks,
         compile=config.train.compile,
     )
 
@@ -477,29 +464,6 @@ def check_parallelism(
         )
 
 
-def check_fixed(
-    fixed: Mapping[str, Any],
-    num_heads: int,
-    num_layers: int,
-    num_ranks: int,
-    has_rings: bool = True,
-) -> None:
-    """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of
-    `make_layout`."""
-    sizes = {name: fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_ranks, num_heads, **sizes, has_rings=has_rings)
-    for name, keyword in (
-        ("checkpoint", "full"),
-        ("keep_attention", "all"),
-        ("keep_projections", "all"),
-    ):
-        count = fixed.get(SETTINGS[f"memory.{name}"]) or 0
-        if count > num_layers:
-            raise ConfigError(
-                f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}"
-            )
-
-
 def check_float8(stored_dtype: str | None, gpu: str, has_float8: bool) -> None:
     """Refuse memory.stored_dtype=float8 on a GPU without it."""
     if stored_dtype and not has_float8:
@@ -509,13 +473,6 @@ def check_float8(stored_dtype: str | None, gpu: str, has_float8: bool) -> None:
         raise ConfigError(
             f"memory.stored_dtype={stored_dtype} {rule}; leave it out, or use memory.offload=disk"
         )
-
-
-def check_optimizer(config: Config) -> None:
-    """Refuse to offload an optimizer that runs on the device only."""
-    if config.memory.offload_optimizer and config.optim.name != "adamw":
-        rule = f"cannot be used with optim.name={config.optim.name}, which updates on the device"
-        raise ConfigError(f"memory.offload_optimizer=true {rule}; use false, or optim.name=adamw")
 
 
 def smallest_ring(cp: int, num_heads: int) -> int:

@@ -28,8 +28,12 @@ from ithaka.plan import show
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.find import check_arguments, find_root
-from ithaka.run import launch, resolve
+from ithaka.run import launch
+from ithaka.run.fits import check_fits
+from ithaka.run.machine import detect_machine, uses_planner, weakest_machine
+from ithaka.run.road import Planned, plan_settings
 from ithaka.run.shapes import shape_from_config
+from ithaka.run.validated import Run, store_host_bytes
 from ithaka.weights.adapters import find_active_adapter
 
 if TYPE_CHECKING:
@@ -118,7 +122,7 @@ def parallelize(
         )
         layout = run.layout
         plan = run.plan
-        store = store or Store(default_device(), host_bytes=resolve.store_host_bytes(run))
+        store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
             print(show.as_text(plan, _model_name(base)), flush=True)
     elif dtype is not None and layout is None:
@@ -166,38 +170,36 @@ def plan_model_run(
     batch: int,
     reference: bool = False,
     teacher: PreTrainedModel | None = None,
-) -> resolve.Run:
+) -> Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
     settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
     config = parse_config({"model": {"dtype": dtype}, **settings})
-    explicit = {f"parallel.{name}" for name in parallel}
 
-    def detect_machine() -> Hardware:
-        return resolve.detect_machine(config, num_ranks, launch.detect_gpu())
+    def detect() -> Hardware:
+        return detect_machine(config, num_ranks, launch.detect_gpu())
 
-    machine = raise_on_all_ranks(detect_machine)
-    least = raise_on_all_ranks(resolve.weakest_machine, gather_objects(machine))
+    machine = raise_on_all_ranks(detect)
+    least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     other = None if teacher is None else raise_on_all_ranks(shape_from_model, teacher)
     shape = raise_on_all_ranks(shape_from_model, model)
     shape = dataclasses.replace(shape, reference=reference, teacher=other)
     device = default_device()
-    if device.type == "cuda" and resolve.uses_planner(config, least):
+    if device.type == "cuda" and uses_planner(config, least):
         # Which kernel works is found by running it.
         kernel = agree_on_kernel("auto", device, torch.bfloat16, shape.attention_kinds)
         least = least.with_kernel(kernel)
 
-    def plan_and_check() -> resolve.Run:
-        planned = config
-        plan = None
+    def plan_and_check() -> Run:
+        planned = Planned(config, shape)
         chosen = layout
         if chosen is None:
-            planned, plan = resolve.plan_run(config, explicit, least, shape)
+            planned = plan_settings(config, least, shape)
             on_gpu = machine.gpu.name != "CPU"
-            chosen = layout_from_config(planned, shape.num_layers, num_ranks, on_gpu=on_gpu)
-        run = resolve.Run(planned, num_ranks, shape, chosen, machine, plan)
-        resolve.check_fits(run)
+            chosen = layout_from_config(planned.config, shape.num_layers, num_ranks, on_gpu)
+        run = Run(planned.config, num_ranks, shape, chosen, machine, planned.plan)
+        check_fits(run)
         return run
 
     return raise_on_all_ranks(plan_and_check)

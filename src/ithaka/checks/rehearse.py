@@ -41,8 +41,8 @@ from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
-from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.run.trace_plan import run_step
+from ithaka.run.validated import STORE_CATEGORIES
 from ithaka.train.out_of_memory import (
     OutOfMemoryError,
     OutOfMemoryTracker,
@@ -102,16 +102,15 @@ def rehearse(
     rank: int = 0,
 ) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as `rank` of `ranks`, and measure the last.
-    `config` is the model's config.json, of which `layers` run, by default the first; the layout has
-    a policy for each. Weights are random. `memory_only`: run one step, and limit attention to
-    documents of 128 Ki tokens; allocations do not change. `reference`: run the model without its
-    adapter, or a frozen copy, first, as DPO and GRPO do."""
-    num_layers = len(layout.kept)
+    `config` is the model's config.json, of which `layers` run (None: all). Weights are random.
+    `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do
+    not change. `reference`: run the model without its adapter, or a frozen copy, first, as DPO and
+    GRPO do."""
     if memory_only and "_class_name" in config:
         raise ConfigError(
             "--memory-only cuts attention into documents, which a clip does not have; leave it out"
         )
-    truncated = keep_layers(config, layers or range(num_layers))
+    truncated = config if layers is None else keep_layers(config, layers)
     with ExitStack() as stack:
         is_real = dist.is_initialized()
         if not is_real:
@@ -141,7 +140,7 @@ def rehearse(
         peak_path = max(peaks, key=lambda path: (peaks[path], len(path)))
         store = root.layers[0].forward.store
         layer_s = []
-        for i in range(num_layers):
+        for i in range(len(root.layers)):
             paths = (("step", f"layer {i}", name) for name in DIRECTIONS)
             layer_s.append([seconds.get(path, 0.0) for path in paths])
         exchange_s = _measure_exchange(step, example()) if is_real else None
@@ -250,13 +249,13 @@ def truncate_plan(
         truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))
     work = replace(plan.work, document_tokens=MEMORY_ONLY_DOCUMENT) if memory_only else plan.work
     few = TruncatedPlan(truncated, plan.layout, plan.hardware, work, layers=layers, kinds=kinds)
-    policies = {}
-    for _, rehearsed, all_layers in few.groups:
-        for i, layer in enumerate(rehearsed):
-            like = all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]
-            policies[layer] = plan.layout.kept[like]
-    kept = tuple(policies[i] for i in range(len(layers)))
-    layout = replace(plan.layout, kept=kept, dtype=rehearsal_dtype(), kernel=kernel)
+    like = [
+        all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]
+        for _, rehearsed, all_layers in few.groups
+        for i in range(len(rehearsed))
+    ]
+    layout = plan.layout.of_layers(like, shape.num_layers)
+    layout = replace(layout, dtype=rehearsal_dtype(), kernel=kernel)
     return replace(few, layout=layout)
 
 
@@ -344,7 +343,8 @@ def rehearse_plan(
 def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
     """Planned seconds of each layer: forward, with that of a reference, and backward if the plan
     trains."""
-    pairs = list(zip(plan.shape.mixers, plan.layout.kept, strict=True))
+    policies = plan.layout.layer_policies(plan.shape.num_layers)
+    pairs = list(zip(plan.shape.mixers, policies, strict=True))
     seconds = {}
     for mixer, policy in set(pairs):
         forward, backward = layer_seconds(

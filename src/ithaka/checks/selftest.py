@@ -27,14 +27,15 @@ from ithaka.checks.share import filter_values
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import free_memory, start_process_group
 from ithaka.comm.rank import is_local_rank_0
-from ithaka.config import load_config
+from ithaka.config import Config
 from ithaka.config.units import format_duration, format_rate, format_tokens, plural
 from ithaka.exits import ExitCode
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.models import built_in
 from ithaka.plan.search import Plan
-from ithaka.run import check_request, launch, resolve
+from ithaka.run import check_request, launch
+from ithaka.run.machine import detect_machine, weakest_machine
 from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
 LIMIT_S = 600.0
@@ -245,9 +246,9 @@ class Selftest:
         """Plan at the longest context that fits, or of which two layers fit, and of which these
         take five steps in the time of their section. By measured rates if no others apply. On CPUs,
         all ranks share a sequence."""
-        detect = partial(resolve.detect_machine, load_config(None, []), self.num_ranks)
+        detect = partial(detect_machine, Config(), self.num_ranks)
         machines = gather_objects(run_on_all_ranks(lambda: detect(launch.detect_gpu())))
-        machine = resolve.weakest_machine(machines)
+        machine = weakest_machine(machines)
         gpu = machine.gpu
         changes = [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
         # from the table or a saved profile

@@ -39,7 +39,7 @@ from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.foreign.hugging_face import attention_of
 from ithaka.inputs.shard import MEDIA
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.layout import ActivationPolicy, Layout, layout_from_config
+from ithaka.layout import Layout, layout_from_config
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.truncate import (
@@ -52,10 +52,10 @@ from ithaka.plan.read_config import read_json
 from ithaka.roots.find import find_root
 from ithaka.roots.rotary import InFloat64
 from ithaka.roots.vision import count_values
+from ithaka.run.adopt import adopt_adapter
+from ithaka.run.files import check_weights
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
-from ithaka.run.resolve import read_stored_settings
 from ithaka.run.shapes import read_shape, shape_from_config
-from ithaka.run.validate import check_weights
 from ithaka.weights.adapters import add_adapter, auto_class
 from ithaka.weights.formats import round_weights
 from ithaka.weights.load import describe_nonfinite, end_parameters, is_finite, open_tensor_files
@@ -103,8 +103,8 @@ def verify(
     device = "cuda" if num_gpus() >= cp else "cpu"
     adapter = AdapterConfig(rank=4) if find_spec("peft") else None
     if config is not None:
-        adapter = config.adapter
-    adapter = adapter and replace(read_stored_settings(adapter, set()), path=None)
+        adapter = adopt_adapter(config).adapter
+    adapter = adapter and replace(adapter, path=None)
     threads = torch.get_num_threads()
     fork = cp > 1 and device == "cpu" and sys.platform == "linux"
     if fork:
@@ -149,10 +149,16 @@ def layout_to_verify(
     """Adapt the configured layout to a few layers and tokens and float64; by default, enable every
     technique."""
     if config is None:
-        policies = ((ActivationPolicy("host", "host"), ActivationPolicy()) * num_layers)[
-            -num_layers:
-        ]
-        return Layout(cp, cp if cp < heads else None, MAX_TILE, policies, dtype="float64")
+        return Layout(
+            cp,
+            heads_per_stage=cp if cp < heads else None,
+            tile_tokens=MAX_TILE,
+            input_tier="host",
+            keep_inputs=1,
+            keep_attention=num_layers // 2,
+            attention_tier="host",
+            dtype="float64",
+        )
     layout = layout_from_config(config, num_layers, cp, on_gpu=False)
     stage = layout.heads_per_stage
     if stage:
@@ -342,6 +348,7 @@ def run_checks(
     stored_dtype = layout.stored_dtype
     layout = replace(layout, stored_dtype=None)
     pair = ModelPair(directory, mesh, layout)
+    num_layers = len(pair.model.ithaka_root.layers)
     has_encoder = bool(pair.model.ithaka_root.encoders)
     vocab = pair.model.config.get_text_config().vocab_size - 4 * has_encoder
 
@@ -362,9 +369,15 @@ def run_checks(
         errors = ModelPair(directory, mesh, layout, adapter).compare_losses(ids, ids)
         yield _worst_check("adapter", errors)
     if stored_dtype is not None:
-        kept = (ActivationPolicy("host", "host"),) * len(layout.kept)
+        stored = replace(
+            layout.without_backward(),
+            dtype="bfloat16",
+            input_tier="host",
+            keep_attention=num_layers,
+            attention_tier="host",
+        )
         for dtype in (None, stored_dtype):
-            changed = replace(layout, dtype="bfloat16", kept=kept, stored_dtype=dtype)
+            changed = replace(stored, stored_dtype=dtype)
             part = f"bf16, stored in {dtype or 'bf16'}"
             yield _median_check(part, ModelPair(directory, mesh, changed, adapter), ids)
             gc.collect()

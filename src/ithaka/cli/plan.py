@@ -162,7 +162,7 @@ def _write_configuration(request: "PlanRequest", plan: "Plan", out: Path, text: 
     """Write the plan's configuration, and print what to change in it and how to use it."""
     with writing_to("--out", out):
         out.write_text(text, encoding="utf-8")
-    edits = ["set data.path"] * ("data.path" not in request.explicit)
+    edits = ["set data.path"] * ("data.path" not in request.config.given)
     if request.missing_rope(plan.work.context):
         edits.append("the model has fewer positions: uncomment model.rope")
     usage = "; ".join([f"wrote {out}", *edits, "then"])

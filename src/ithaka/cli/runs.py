@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,6 @@ from ithaka.config import (
     ConfigError,
     check_output,
     embedded_model,
-    explicit_settings,
     load_config,
     renaming,
     writing_to,
@@ -24,10 +24,11 @@ from ithaka.config.base_formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
+from ithaka.run.draft import AUTO, Request, read
 from ithaka.run.streams import survive_lost_readers
 
 if TYPE_CHECKING:
-    from ithaka.run.resolve import Run
+    from ithaka.run.validated import Run
 
 ConfigFile = Annotated[
     Path | None,
@@ -85,7 +86,7 @@ def train_command(
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
-        check_settings_early(config, with_ranks(overrides, ranks))
+        read(Request(config, tuple(with_ranks(overrides, ranks))))
         with loading():
             from ithaka.comm.agree import shared_temporary_path
             from ithaka.comm.mesh import start_process_group
@@ -128,7 +129,7 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
     note_startup("ranks")
     with live_report(run.run_dir) if is_rank_0() else nullcontext():
         code = loop.train(run, only_profile)
-    if launch.ranks_persist() and not code and run.config.train.steps < run.config.ends[-1]:
+    if launch.ranks_persist() and not code and not run.entry.is_last:
         free_memory()  # the model holds references to the process groups
         destroy_subgroups()
     else:
@@ -201,17 +202,28 @@ def start_run(
     """Check the settings, print the plan and start the ranks. Restart failed runs from the latest
     checkpoint."""
     survive_lost_readers()
-    folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     changes = with_ranks(overrides, ranks)
     if profiled_steps:
-        changes = _profiling(changes, profiled_steps)
-    check_settings_early(config if resume in (None, Path("auto")) else None, changes)
+        changes += profiling_changes(changes, profiled_steps)
+    request = Request(
+        config,
+        tuple(changes),
+        resume,
+        None if run_dir is None else parse_path(run_dir, "--run-dir"),
+        trains,
+        force,
+    )
+    draft = None
+    # Before torch is imported, which takes seconds. A file that cannot be read now is read again
+    # below, where --max-restarts applies.
+    with suppress(TransientError):
+        draft = read(request)
     with loading() as status:
         from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
         from ithaka.plan import show
         from ithaka.run import launch
-        from ithaka.run.preflight import AUTO, preflight
+        from ithaka.run.road import take_road
 
     note_startup("imports")
     if max_restarts and launch.under_torchrun():
@@ -223,7 +235,8 @@ def start_run(
     while True:  # one pass per curriculum entry or restart
         try:
             with status("checking settings and data"):
-                run = preflight(config, changes, resume, folder, trains, force)
+                draft = draft or read(request)
+                run = take_road(draft)
         except Exception as error:
             if not is_transient(error):
                 raise
@@ -245,30 +258,30 @@ def start_run(
             launch.try_print(show.as_text(run.plan, str(model.path or model.embedded), steps))
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
-        in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
+        in_children = max_restarts > 0 or (run.entry.count > 1 and launch.num_gpus() > 0)
         before = latest_name(run.run_dir)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, in_children)
         progressed = latest_name(run.run_dir) != before
-        if (code or train.steps == run.config.ends[-1]) and not restarts.allow(code, progressed):
+        if (code or run.entry.is_last) and not restarts.allow(code, progressed):
             break
         if resume is None:
-            resume = AUTO
-            folder = run.run_dir
+            later = replace(request, resume=AUTO, run_dir=run.run_dir)
+            draft = replace(draft, request=later)
     raise typer.Exit(code)
 
 
-def _profiling(changes: list[str], num_steps: int) -> list[str]:
-    """Return the changes with those of a run that profiles its last step."""
-    fixed = {
-        "train.steps": f"{num_steps}",
+def profiling_changes(changes: list[str], num_steps: int) -> list[str]:
+    """The settings of a run that profiles its last step."""
+    fixed: dict[str, object] = {
+        "train.steps": num_steps,
         "train.epochs": "null",
-        "profile.every": f"{num_steps}",
-        "train.validate_every": "0",
-        "train.validate_sequences": "0",
+        "profile.every": num_steps,
+        "train.validate_every": 0,
+        "train.validate_sequences": 0,
     }
-    for name in sorted(explicit_settings(None, changes) & fixed.keys()):
+    for name in sorted(load_config(None, changes).given & fixed.keys()):
         raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
-    return changes + [f"{name}={value}" for name, value in fixed.items()]
+    return [f"{name}={value}" for name, value in fixed.items()]
 
 
 def data_command(
@@ -291,17 +304,16 @@ def data_command(
     GPU."""
     if page is not None:
         check_output("--html", page, force)
-    changes = with_ranks(overrides, ranks)
-    check_settings_early(config, changes)
+    draft = read(Request(config, tuple(with_ranks(overrides, ranks))))
     with loading() as status:
         from rich.console import Console
 
         from ithaka.log.console import show_share
-        from ithaka.run.preflight import resolve
+        from ithaka.run.adopt import adopt
         from ithaka.views import data as show_data
 
     with status("reading the data") as spinner:
-        settings = resolve(config, changes)
+        settings = adopt(draft).config
         limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
         view = show_data.build_record_view(settings, record) if record else None
         report = show_share("reading the data", spinner)
@@ -537,13 +549,6 @@ def _format_check(
         "margin": margin,
         "largest in": where,
     }
-
-
-def check_settings_early(config: Path | None, changes: list[str]) -> None:
-    """Refuse unknown settings and bad values before torch is imported, which takes seconds."""
-    # from reading the file: `preflight` reads it again, and --max-restarts applies
-    with suppress(TransientError):
-        load_config(config, changes)
 
 
 def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:

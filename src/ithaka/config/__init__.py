@@ -13,6 +13,7 @@ from ithaka.config.embedded import (
 from ithaka.config.fields import (
     LFS_POINTER,
     ConfigError,
+    Origin,
     format_value,
     input_error,
     parse_count,
@@ -43,14 +44,14 @@ from ithaka.config.sections import (
     ReadingConfig,
     ReasoningConfig,
     RopeConfig,
+    RunEntry,
     SourceConfig,
-    check_effects,
 )
 from ithaka.config.settings_file import (
     CONFIG_FORMAT,
-    explicit_settings,
     load_config,
     parse_config,
+    read_yaml,
     to_dict,
     to_yaml,
 )

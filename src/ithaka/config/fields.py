@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,6 +28,18 @@ class ConfigError(ValueError):
     fix."""
 
     exit_code = ExitCode.WRONG_INPUT
+
+
+class Origin(StrEnum):
+    """Who set a value."""
+
+    DEFAULT = "the default"
+    DEMO = "the demonstration"  # `ithaka train` without a model
+    FILE = "the file"
+    COMMAND = "the command line"
+    RUN = "the resumed run"
+    MODEL = "the model"
+    PLAN = "the plan"
 
 
 # the first bytes of a file that `git lfs` did not download
@@ -73,9 +86,12 @@ class Section:
     def __post_init__(self) -> None:
         hints = _type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            name = f"{self.section_name}.{field.name}".removeprefix(".")
             value = getattr(self, field.name)
+            is_checked = value is field.default or isinstance(value, Section)
+            if is_checked or not field.compare:
+                continue
             hint = hints[field.name]
+            name = f"{self.section_name}.{field.name}".removeprefix(".")
             try:
                 value = _convert(value, hint)
             except _TypeMismatch:
@@ -125,6 +141,9 @@ USUAL_NAMES = {
     "sequence_len": "data.context",
     "target_modules": "adapter.targets",
 }
+UNSUPPORTED = dict.fromkeys(
+    ("dora", "use_dora"), "DoRA is not supported; leave it out to train with LoRA"
+)
 _LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}
 _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
@@ -215,6 +234,8 @@ def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> 
         if values[key] is None and ":" in str(key):
             rule = "has no space after the colon, so YAML reads a name"
             raise ConfigError(f"{name}={{{key}}} {rule}; write {{{key.replace(':', ': ', 1)}}}")
+        if key in UNSUPPORTED:
+            raise ConfigError(f"{name}.{key}={format_value(values[key])}: {UNSUPPORTED[key]}")
         suggestion = suggest_usual_name(key, known, name) or did_you_mean(key, known, f"{name}.")
         raise ConfigError(
             f"{name}.{key}={format_value(values[key])} is not a setting; {suggestion}"

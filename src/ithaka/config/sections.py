@@ -5,19 +5,22 @@ number of ranks are in `ithaka.run`. docs/make_reference.py turns the comments a
 docs/settings.md.
 """
 
+from __future__ import annotations
+
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from ithaka.config.fields import (
     ConfigError,
+    Origin,
     Section,
     check_keys,
-    did_you_mean,
     format_value,
     setting,
 )
@@ -90,7 +93,7 @@ LAYER_LINEARS: tuple[str, ...] = (
     "up_proj",
     "down_proj",
 )
-SAVEABLE_MODULES: tuple[str, ...] = ("embed_tokens", "lm_head")
+SAVEABLE_MODULES: tuple[Literal["embed_tokens", "lm_head"], ...] = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class AdapterConfig(Section, name="adapter"):
     # 31.self_attn.q_proj. all-linear: all linear modules of every layer.
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     # Modules to train in full: embed_tokens, lm_head.
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
     # How the frozen linear modules of layers are stored: in the compute dtype, or in 4 bits
     # (bitsandbytes' nf4 with double quantization). A bitsandbytes checkpoint keeps its own
     # quantization. mxfp4: experts stay as gpt-oss's files store them; otherwise they are
@@ -125,27 +128,8 @@ class AdapterConfig(Section, name="adapter"):
     # ranks.
     dropout: float = setting(0.0, ge=0, lt=1)
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        for name in values.keys() & {"dora", "use_dora"}:
-            value = format_value(values[name])
-            raise ConfigError(
-                f"adapter.{name}={value}: DoRA is not supported; leave it out to train with LoRA"
-            )
-        return super().from_mapping(values)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.targets:
-            raise ConfigError(
-                "adapter.targets=[] names no module; use all-linear, or names such as q_proj"
-            )
-        for name in self.modules_to_save:
-            if name not in SAVEABLE_MODULES:
-                hint = did_you_mean(name, SAVEABLE_MODULES)
-                raise ConfigError(f"adapter.modules_to_save={name} is not supported; {hint}")
-
-
+TrainOn = Literal["auto", "assistant", "completion", "all", "pairs", "teacher"]
 RecordFormat = Literal[
     "auto",
     "messages",
@@ -181,13 +165,6 @@ class ReasoningConfig(Section, name="data.reasoning", example="{turns: all}"):
     # Leave out all reasoning.
     drop: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.drop and (not self.loss or self.turns != "all"):
-            raise ConfigError(
-                "data.reasoning.drop=true leaves out all reasoning; remove loss and turns, or drop"
-            )
-
 
 @dataclass(frozen=True)
 class ReadingConfig(Section):
@@ -201,7 +178,7 @@ class ReadingConfig(Section):
     format: RecordFormat = "auto"
     # Tokens with a loss; the others are context only. auto: assistant turns of messages,
     # completions, or all tokens. loss.type=dpo sets it to pairs, loss.teacher=data to teacher.
-    train_on: Literal["auto", "assistant", "completion", "all", "pairs", "teacher"] = "auto"
+    train_on: TrainOn = "auto"
     # Include the token that ends an assistant turn, a completion or a text in the loss.
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
@@ -272,11 +249,6 @@ class DataConfig(ReadingConfig, name="data"):
     tool_marker: str = "\n[...]\n"
 
     def __post_init__(self) -> None:
-        if self.sources and self.path is not None:
-            raise ConfigError(
-                f"data.path={self.path} cannot be combined with data.sources; make the path a "
-                "source"
-            )
         if isinstance(self.sources, list | tuple):
             sources = tuple(
                 self._source(**each) if isinstance(each, dict) else each for each in self.sources
@@ -402,7 +374,24 @@ class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200
 
 
 @dataclass(frozen=True)
+class RunEntry:
+    """The part of a run with one context: an entry of its curriculum, or all of it."""
+
+    index: int = 0
+    count: int = 1
+    start: int = 0  # steps before it
+    run_steps: int = 0  # of all entries
+    schedule_start: int = 0  # step at which its learning-rate schedule starts
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == self.count
+
+
+@dataclass(frozen=True)
 class Config(Section):
+    """All settings, and who set each of them."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
@@ -418,117 +407,81 @@ class Config(Section):
     # {theta: 1.3e8}}]. Each entry has its own plan; weights, optimizer state and learning-rate
     # schedule carry over.
     curriculum: tuple[EntryConfig, ...] = ()
+    # By name (train.steps). A setting without an entry has its default.
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What the loss trains on. DPO leaves other values alone: they are refused.
         if self.loss.type == "dpo":
-            self._check_dpo()
-            self._set_train_on("pairs")
+            self._set_train_on("pairs", ("auto", "completion"))
         elif self.loss.is_stored:
-            if self.data.long_documents in ("end", "turns", "shorten_tools"):
-                rule = (
-                    f"data.long_documents={self.data.long_documents} cannot be combined with "
-                    "loss.teacher=data"
-                )
-                raise ConfigError(
-                    f"{rule}: stored predictions cannot be cut; use split, drop or refuse"
-                )
-            self._set_train_on("teacher")
-        elif (
-            self.loss.type == "distill"
-            and self.adapter
-            and self.adapter.modules_to_save
-            and not self.loss.teacher
-        ):
-            rule = "adapter.modules_to_save cannot be combined with loss.teacher=null"
-            raise ConfigError(
-                f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path"
-            )
-        chosen: set[str] = {each.train_on for each in self.data.all_sources()}
-        if "pairs" in chosen and self.loss.type != "dpo":
-            raise ConfigError("data.train_on=pairs needs loss.type=dpo; leave it out")
-        if "teacher" in chosen and not self.loss.is_stored:
-            raise ConfigError("data.train_on=teacher needs loss.teacher=data; leave it out")
+            self._set_train_on("teacher", get_args(TrainOn))
 
-    def _set_train_on(self, value: Literal["pairs", "teacher"]) -> None:
-        sources = [dataclasses.replace(source, train_on=value) for source in self.data.sources]
-        object.__setattr__(
-            self, "data", dataclasses.replace(self.data, train_on=value, sources=tuple(sources))
-        )
-
-    def _check_dpo(self) -> None:
-        """Refuse what does not combine with pairs."""
-        data = self.data
-        adapter = self.adapter
-        sides = sorted(
-            {each.train_on for each in data.all_sources()} - {"auto", "completion", "pairs"}
-        )
-        refused = {
-            f"data.train_on={', '.join(sides)}": (
-                bool(sides),
-                "DPO trains on completions; leave it out",
-            ),
-            "data.documents=together": (
-                data.documents == "together",
-                "answers must not see each other; use apart",
-            ),
-            f"data.long_documents={data.long_documents}": (
-                data.long_documents in ("end", "turns", "shorten_tools"),
-                "pairs are not cut; use drop or refuse",
-            ),
-            "curriculum": (bool(self.curriculum), "leave it out"),
-            "adapter.path": (
-                bool(adapter and adapter.path),
-                (
-                    "the reference is the model without any adapter; merge it first, with `ithaka "
-                    "export --merge`"
-                ),
-            ),
-            "adapter.modules_to_save": (
-                bool(adapter and adapter.modules_to_save),
-                "the reference needs their initial weights; leave it out",
-            ),
-        }
-        for name, (is_set, fix) in refused.items():
-            if is_set:
-                raise ConfigError(f"{name} cannot be combined with loss.type=dpo: {fix}")
-
-    @property
-    def ends(self) -> list[int]:
-        """The last step of each curriculum entry, or of the run if there is no curriculum."""
-        return list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum)) or [
-            self.train.steps
+    def _set_train_on(self, value: Literal["pairs", "teacher"], replaced: Sequence[str]) -> None:
+        sources = [
+            dataclasses.replace(source, train_on=value) if source.train_on in replaced else source
+            for source in self.data.sources
         ]
+        data = dataclasses.replace(self.data, sources=tuple(sources))
+        if data.train_on in replaced:
+            data = dataclasses.replace(data, train_on=value)
+        object.__setattr__(self, "data", data)
 
-    @property
-    def entry(self) -> int:
-        """Index of the curriculum entry that this configuration, returned by `at`, is for."""
-        return self.ends.index(self.train.steps)
+    # ---- who set what
 
-    @property
-    def start(self) -> int:
-        """Steps before this entry."""
-        return [0, *self.ends][self.entry]
+    def get(self, name: str) -> Any:
+        """The value of a setting, such as train.steps; None if its section is left out."""
+        section, _, key = name.partition(".")
+        return getattr(getattr(self, section), key, None)
 
-    @property
-    def schedule_start(self) -> int:
-        """Step at which the learning-rate schedule starts."""
-        return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
+    def origin(self, name: str) -> Origin:
+        return self.origins.get(name, Origin.DEFAULT)
 
-    @property
-    def datasets(self) -> tuple[DataConfig, ...]:
-        """The data of each entry of the curriculum."""
-        return tuple(self.at(end - 1).data for end in self.ends)
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """The settings that neither the planner nor a default set."""
+        others = (Origin.PLAN, Origin.DEFAULT)
+        return frozenset(name for name, origin in self.origins.items() if origin not in others)
+
+    def with_values(self, values: Mapping[str, Any], origin: Origin) -> Self:
+        """A copy with these values ({"train.steps": 5}), set by `origin`."""
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            changes.setdefault(section, {})[key] = value
+        sections: dict[str, Any] = {
+            name: dataclasses.replace(getattr(self, name), **changed)
+            for name, changed in changes.items()
+        }
+        origins = {**self.origins, **dict.fromkeys(values, origin)}
+        return dataclasses.replace(self, **sections, origins=origins)
+
+    # ---- the curriculum
+
+    def entry_at(self, step: int) -> RunEntry:
+        """The entry that trains after `step` steps."""
+        ends = list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum))
+        if not ends:
+            return RunEntry(run_steps=self.train.steps)
+        index = min(bisect.bisect_right(ends, step), len(ends) - 1)
+        start = [0, *ends][index]
+        schedule_start = start if self.curriculum[index].optim else 0
+        return RunEntry(index, len(ends), start, ends[-1], schedule_start)
 
     def at(self, step: int) -> Self:
-        """The configuration after `step` steps, with the settings of that curriculum entry."""
+        """The settings that train after `step` steps."""
+        return self.of_entry(self.entry_at(step).index)
+
+    def of_entry(self, index: int) -> Self:
+        """The settings of an entry; without a curriculum, the same."""
         if not self.curriculum:
             return self
-        index = min(bisect.bisect_right(self.ends, step), len(self.ends) - 1)
         model = self.model
         data = self.data
         optim = self.optim
-        for entry in self.curriculum[: index + 1]:
+        entries = self.curriculum[: index + 1]
+        for entry in entries:
             changes = entry.data or {}
             replaced: dict[str, Any] = (
                 {"path": None, "sources": ()} if {"path", "sources"} & {*changes} else {}
@@ -537,9 +490,14 @@ class Config(Section):
             model = dataclasses.replace(model, rope=entry.rope or model.rope)
         if entry.optim:
             optim = dataclasses.replace(optim, **{"decay_steps": entry.steps, **entry.optim})
-            optim.check_schedule()
-        train = dataclasses.replace(self.train, steps=self.ends[index])
+        steps = sum(entry.steps or 0 for entry in entries)
+        train = dataclasses.replace(self.train, steps=steps)
         return dataclasses.replace(self, train=train, data=data, model=model, optim=optim)
+
+    @property
+    def datasets(self) -> tuple[DataConfig, ...]:
+        """The data of each entry."""
+        return tuple(self.of_entry(index).data for index in range(max(1, len(self.curriculum))))
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -558,19 +516,3 @@ SECTIONS: dict[str, type[Section]] = {
         EvaluateConfig,
     )
 }
-
-
-def check_effects(settings: Mapping[str, Any]) -> None:
-    """Refuse memory settings that would have no effect. `settings` maps names (memory.offload) to
-    the known values."""
-    for cause, other, idle_keys in (
-        ("memory.checkpoint", "full", ("keep_attention", "keep_projections")),
-        ("memory.keep_attention", "all", ("attention_offload",)),
-        ("memory.offload", "host", ("keep_inputs",)),
-    ):
-        for key in idle_keys if settings.get(cause) in ("none", 0) else ():
-            name = f"memory.{key}"
-            default = getattr(MemoryConfig, key)
-            if (value := settings.get(name, default)) not in (default, "all"):
-                rule = f"{name}={format_value(value)} has no effect with {cause}={settings[cause]}"
-                raise ConfigError(f"{rule}; use {cause}={other}, or {name}={format_value(default)}")

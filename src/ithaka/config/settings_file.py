@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import yaml
 
 from ithaka.config.fields import (
     ConfigError,
+    Origin,
     did_you_mean,
     format_value,
     input_error,
@@ -26,34 +27,26 @@ def load_config(
 ) -> Config:
     """Resolve the configuration: the defaults, then `base`, the YAML file and the
     `section.key=value` overrides."""
-    trees = [
-        ("the defaults", base or {}),
-        (str(path), _read_yaml(path) if path is not None else {}),
-    ]
-    changes = [
-        ("--set", {section: {key: value}})
-        for section, key, value in map(_parse_override, overrides)
-    ]
-    for change in changes:
-        # refuse a bad value even if a later override replaces it
-        _merge([*trees, *changes, change])
-    return _merge([*trees, *changes])
+    tree = read_yaml(path) if path is not None else {}
+    return parse_config(tree, overrides, base, str(path))
 
 
-def explicit_settings(
-    path: Path | None, overrides: Sequence[str] = (), base: Tree | None = None
-) -> set[str]:
-    """Names (section.key) of the settings that the same arguments to `load_config` set
-    explicitly."""
-    trees = [base or {}, _read_yaml(path) if path is not None else {}]
-    sections = (item for tree in trees for item in tree.items() if isinstance(item[1], Mapping))
-    names = {f"{section}.{key}" for section, values in sections for key in values}
-    return names | {".".join(_parse_override(override)[:2]) for override in overrides}
-
-
-def parse_config(tree: Tree) -> Config:
-    """Make a Config from nested mappings."""
-    return _merge([("the configuration", tree)])
+def parse_config(
+    tree: Tree,
+    overrides: Sequence[str] = (),
+    base: Tree | None = None,
+    source: str = "the configuration",
+) -> Config:
+    """Make a Config from nested mappings, such as a file that has been read; `source` names it in
+    errors. A tree with `format` is that of a run."""
+    merged = _Merged()
+    merged.add(base or {}, Origin.DEMO, "the defaults")
+    sections = {name: values for name, values in tree.items() if name != "format"}
+    merged.add(sections, Origin.RUN if "format" in tree else Origin.FILE, source)
+    for section, key, value in map(_parse_override, overrides):
+        merged.add({section: {key: value}}, Origin.COMMAND, "--set")
+    config = Config(**merged.sections, origins=merged.origins)
+    return _resolve_curriculum(config) if config.curriculum else config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -68,7 +61,9 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
                 tree[key] = list(value)
         return tree
 
-    return dataclasses.asdict(config, dict_factory=plain)
+    tree = dataclasses.asdict(config, dict_factory=plain)
+    del tree["origins"]
+    return tree
 
 
 def to_yaml(config: Config) -> str:
@@ -117,7 +112,8 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct_number)
 
 
-def _read_yaml(path: Path) -> Tree:
+def read_yaml(path: Path) -> Tree:
+    """Read a YAML file once; `parse_config` may be called several times."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except _WrongKey as error:
@@ -129,7 +125,7 @@ def _read_yaml(path: Path) -> Tree:
         raise ConfigError(
             f"config={path} is not a mapping; write sections such as `train:` with keys below them"
         )
-    version = tree.pop("format", CONFIG_FORMAT)  # only a run directory's config.yaml has it
+    version = tree.get("format", CONFIG_FORMAT)
     if version != CONFIG_FORMAT:
         rule = f"has format {version}, and this version of ithaka reads {CONFIG_FORMAT}"
         raise ConfigError(f"config={path} {rule}; use the version that wrote it")
@@ -166,36 +162,41 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         ) from None
 
 
-def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
-    """Merge (origin, tree) pairs, later ones over earlier ones, and refuse unknown names."""
-    merged: dict[str, Any] = {}
-    for origin, tree in trees:
+class _Merged:
+    """Sections of several trees, later ones over earlier ones, and who set each value."""
+
+    def __init__(self) -> None:
+        self.sections: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+
+    def add(self, tree: Tree, origin: Origin, source: str) -> None:
+        """Add a tree from `source`. Refuses sections that do not exist."""
         for section, values in tree.items():
             if section == "curriculum":
-                merged[section] = values or ()
+                self.sections[section] = values or ()
                 continue
             if section not in SECTIONS:
                 raise ConfigError(
-                    f"{section} in {origin} is not a section; {_suggest_section(section)}"
+                    f"{section} in {source} is not a section; {_suggest_section(section)}"
                 )
             if section == "loss" and isinstance(values, str):
                 values = {"type": values}
             if not isinstance(values, Mapping | None):
                 raise ConfigError(
-                    f"{section}={values!r} in {origin} is not a mapping; write keys below "
+                    f"{section}={values!r} in {source} is not a mapping; write keys below "
                     f"`{section}:`"
                 )
+            for key, value in (values or {}).items():
+                self._set(section, key, value)
+                self.origins[f"{section}.{key}"] = origin
             if values is not None:
-                before = merged.get(section, {})
-                inner = {key: value for key, value in before.items() if isinstance(value, Mapping)}
-                nested = {
-                    k: {**inner.get(k, {}), **v}
-                    for k, v in values.items()
-                    if isinstance(v, _Nested)
-                }
-                merged[section] = {**before, **values, **nested}
-    config = Config(**merged)
-    return _resolve_curriculum(config, merged) if config.curriculum else config
+                self.sections.setdefault(section, {})
+
+    def _set(self, section: str, key: str, value: object) -> None:
+        before = self.sections.setdefault(section, {})
+        if isinstance(value, _Nested) and isinstance(before.get(key), Mapping):
+            value = {**before[key], **value}
+        before[key] = value
 
 
 def _suggest_section(name: object) -> str:
@@ -215,9 +216,8 @@ def _suggest_section(name: object) -> str:
     )
 
 
-def _resolve_curriculum(config: Config, explicit: Tree) -> Config:
+def _resolve_curriculum(config: Config) -> Config:
     """Set train.steps to the total and data.context to the first entry's, and check every entry."""
-    contexts = [entry.context or 0 for entry in config.curriculum]
     # losses at different lengths are not comparable
     for name in ("epochs", "patience", "keep_best"):
         if value := getattr(config.train, name):
@@ -225,29 +225,27 @@ def _resolve_curriculum(config: Config, explicit: Tree) -> Config:
                 f"train.{name}={format_value(value)} cannot be combined with curriculum; leave "
                 "it out"
             )
-    steps_and_context = config.train.steps, config.data.context
-    given = [f"train.steps={config.train.steps}"] if "steps" in explicit.get("train", {}) else []
-    given += (
-        [f"data.context={config.data.context}"] if "context" in explicit.get("data", {}) else []
-    )
-    # A saved configuration has the values that this function or Config.at has set.
-    saved = [(config.ends[-1], contexts[0]), *zip(config.ends, contexts, strict=True)]
-    if given and steps_and_context not in saved:
+    # A run's own file has the values that this function has set.
+    user = (Origin.FILE, Origin.COMMAND)
+    both = [
+        f"{name}={config.get(name)}"
+        for name in ("train.steps", "data.context")
+        if config.origin(name) in user
+    ]
+    if both:
         raise ConfigError(
-            f"{' and '.join(given)} cannot be combined with curriculum; set it per entry"
+            f"{' and '.join(both)} cannot be combined with curriculum; set it per entry"
         )
-    if not given:
-        if config.model.rope is not None and config.curriculum[0].rope is not None:
-            raise ConfigError(
-                "model.rope has no effect: the first curriculum entry overrides it; leave one out"
-            )
-        train = dataclasses.replace(config.train, steps=config.ends[-1])
-        config = dataclasses.replace(
-            config, train=train, data=dataclasses.replace(config.data, context=contexts[0])
+    if config.origin("model.rope") in user and config.curriculum[0].rope is not None:
+        raise ConfigError(
+            "model.rope has no effect: the first curriculum entry overrides it; leave one out"
         )
-    for index, end in enumerate(config.ends):
+    total = sum(entry.steps or 0 for entry in config.curriculum)
+    context = config.curriculum[0].context
+    config = config.with_values({"train.steps": total, "data.context": context}, Origin.DEFAULT)
+    for index in range(len(config.curriculum)):
         try:
-            config.at(end - 1)
+            config.of_entry(index)
         except ConfigError as error:
             raise ConfigError(f"curriculum[{index}]: {error}") from None
     return config

@@ -192,10 +192,10 @@ def build_model(
     return model.train(trains)
 
 
-def read_layers(values: dict[str, Any], num_layers: int) -> list[Hashable]:
+def read_layers(values: dict[str, Any]) -> list[Hashable]:
     """The kind of each layer. All blocks of a video transformer are of one kind."""
     if "_class_name" in values:
-        return [None] * num_layers
+        return [None] * values["num_layers"]
     return [*read_kinds(read_hf_config(values))]
 
 

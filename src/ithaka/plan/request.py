@@ -32,13 +32,12 @@ TO_FILL_IN = {
 @dataclass(frozen=True)
 class PlanRequest:
     """A model and a machine to plan for. `hf_config`: the model's config.json. `config`: settings
-    of the command. `explicit`: names (parallel.cp) of those that the user set."""
+    of the command."""
 
     model: str
     hf_config: Mapping[str, Any]
     space: SearchSpace
     config: Config
-    explicit: frozenset[str]
     work: StepShape
     trace: Tracer | None = None  # None: peaks are estimates
 
@@ -99,7 +98,7 @@ class PlanRequest:
         has_rope = self._text_config.get("model_type") not in WITHOUT_ROPE
         if context <= self.positions or from_scratch or not has_rope:
             return None
-        if "model.rope" in self.explicit:
+        if "model.rope" in self.config.given:
             return None
         return {"type": "yarn", "factor": yarn_factor(self.positions, self.rope, context)}
 
@@ -111,9 +110,9 @@ class PlanRequest:
 
     def forward_plan(self) -> Plan:
         """The plan of an evaluation, which no setting changes."""
-        if self.explicit:
+        if self.config.given:
             rule = "does not affect an evaluation; leave it out with --evaluate"
-            raise ConfigError(f"{sorted(self.explicit)[0]} {rule}")
+            raise ConfigError(f"{sorted(self.config.given)[0]} {rule}")
         return forward_plan(self.space.shape, self.space.hardware, self.work)
 
     def config_lines(self, plan: Plan, steps: int | None = None) -> list[str]:
@@ -160,10 +159,10 @@ class PlanRequest:
         config = to_dict(self.config)
         settings: dict[str, Any] = {"model.path": path, "data.context": plan.work.context}
         reads_images = plan.shape.encoders and self.config.loss.type != "dpo"
-        if reads_images and "data.images" not in self.explicit:
+        if reads_images and "data.images" not in self.config.given:
             settings["data.images"] = "read"
             settings["data.long_documents"] = "drop"  # an image cannot be cut
-        for name in sorted(self.explicit):
+        for name in sorted(self.config.given):
             section, key = name.split(".")
             settings[name] = config[section][key]
         settings |= plan.settings

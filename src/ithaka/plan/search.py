@@ -16,7 +16,6 @@ The search also finds what would fit: the longest context, an adapter, more memo
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,14 +24,11 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.layout import (
-    SETTINGS,
+    FIELDS,
     Layout,
     Tier,
-    check_fixed,
-    check_float8,
-    check_optimizer,
-    fixed_settings,
-    make_layout,
+    check_parallelism,
+    layout_values,
     settings_from_layout,
     smallest_ring,
 )
@@ -54,8 +50,8 @@ MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
 MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 
-Candidate = Mapping[str, Any]  # arguments of `make_layout`
-Fixed = Mapping[str, Any]  # those that the user set
+Candidate = Mapping[str, Any]  # fields of a layout
+Fixed = Mapping[str, Any]  # those that somebody gave
 Split = tuple[int, int]  # (cp, ring)
 
 
@@ -132,11 +128,11 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a configuration."""
-        return settings_from_layout(self.layout, self.shape.heads)
+        return settings_from_layout(self.layout, self.shape.heads, self.shape.num_layers)
 
     def with_changes(self, **changes: object) -> Plan:
-        """A copy with a changed layout (`Layout.with_changes`)."""
-        layout = self.layout.with_changes(**changes)
+        """A copy with a changed layout."""
+        layout = replace(self.layout, **changes)  # type: ignore[arg-type]
         return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.alternatives)
 
 
@@ -160,8 +156,11 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         shape = self.shape
+        sizes = {
+            name: self.fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")
+        }
         has_rings = not shape.why_no_ring
-        check_fixed(self.fixed, shape.heads, shape.num_layers, self.hardware.num_gpus, has_rings)
+        check_parallelism(self.hardware.num_gpus, shape.heads, **sizes, has_rings=has_rings)
 
     # ---- the best plan
 
@@ -319,9 +318,8 @@ class SearchSpace:
 
     def make_plan(self, candidate: Candidate, work: StepShape) -> Plan:
         """The plan of a candidate. Inputs that the host or disk cannot hold stay on the device."""
-        layout = make_layout(self.shape.num_layers, **candidate)
-        plan = Plan(self.shape, layout, self.hardware, work)
-        tier = layout.input_tier
+        plan = Plan(self.shape, Layout(**candidate), self.hardware, work)
+        tier = plan.layout.input_tier
         if tier == "device" or "keep_inputs" in self.fixed:
             return plan
         if plan.fits or not plan.ledger.fits_in("GPU"):
@@ -530,18 +528,10 @@ def _largest(
 # ---- from a configuration
 
 
-def make_search_space(
-    config: Config, explicit: Collection[str], shape: ModelShape, hardware: Hardware
-) -> SearchSpace:
-    """The space with those settings of `config` that the user set: `explicit` (parallel.cp)."""
-    check_optimizer(config)
-    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in explicit}
-    fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
-    check_float8(fixed.get("stored_dtype"), hardware.gpu.name, hardware.gpu.has_float8)
-    ring = fixed.get("ring") or 1
-    if shape.why_no_ring and ring > 1:
-        rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
-        raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
+def make_search_space(config: Config, shape: ModelShape, hardware: Hardware) -> SearchSpace:
+    """The space with those settings that somebody gave."""
+    given = {name: config.get(name) for name in FIELDS if name in config.given}
+    fixed = layout_values(given, shape.num_layers, hardware.num_gpus)
     fixed["compile"] = config.train.compile
     if shape.optimizer != "adamw":
         fixed["offload_optimizer"] = False
@@ -595,6 +585,4 @@ def forward_layout(
     ring = ring or smallest_ring(cp, shape.heads)
     is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
     stage = cp // ring if is_long else None
-    return make_layout(
-        shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype
-    )
+    return Layout(cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)

@@ -19,7 +19,7 @@ from ithaka.config.units import (
     wrap_columns,
     wrap_list,
 )
-from ithaka.layout import RESERVE_BYTES, SETTINGS
+from ithaka.layout import FIELDS, RESERVE_BYTES
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_SHARE
 from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, SLOW_KERNELS, join_kernels
 from ithaka.plan.layer_bytes import sizes_by_layer
@@ -448,7 +448,7 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
         reasons["parallel.heads_per_stage"] = f"{width // ulysses} per GPU at a time{wider}"
     reasons |= _explain_memory(plan)
     return {
-        name: f"{text} (your setting)" if SETTINGS[name] in plan.fixed else text
+        name: f"{text} (your setting)" if FIELDS[name] in plan.fixed else text
         for name, text in reasons.items()
     }
 
@@ -490,7 +490,9 @@ def _explain_memory(plan: Plan) -> dict[str, str]:
             "rounded to one byte"
         )
         reasons["memory.stored_dtype"] = (
-            effect if layout.rounds else "no effect: nothing off the device is rounded"
+            effect
+            if layout.rounds(shape.num_layers)
+            else "no effect: nothing off the device is rounded"
         )
     reasons["memory.overlap"] = (
         "exchanges overlap with attention; " * (layout.cp > 1) + "backward fetches each input once"

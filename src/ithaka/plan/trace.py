@@ -252,7 +252,7 @@ class TraceRequest:
     """A model and one rank of a mesh."""
 
     config: str  # config.json
-    layout: Layout  # with a policy for each layer, and a kernel by name
+    layout: Layout  # with a kernel by name
     num_ranks: int
     rank: int = 0
     context: int = 0  # positions that the model must have
@@ -270,10 +270,7 @@ class TraceRequest:
         values = json.loads(json.dumps(dict(config)))
         if "_class_name" not in values:  # model.resize_embeddings
             (values.get("text_config") or values)["vocab_size"] = shape.vocab
-        policies = plan.layout.layer_policies(shape.num_layers)
-        layout = replace(
-            plan.layout, kept=policies, dtype="bfloat16", kernel=plan.hardware.gpu.kernel
-        )
+        layout = replace(plan.layout, dtype="bfloat16", kernel=plan.hardware.gpu.kernel)
         document = work.context if work.batch > 1 else work.document_tokens
         return cls(
             json.dumps(values),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
-from ithaka.config import ConfigError, explicit_settings, format_value, load_config, parse_count
-from ithaka.layout import SETTINGS, format_choices
+from ithaka.config import ConfigError, Origin, format_value, load_config, parse_count
+from ithaka.layout import FIELDS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
 from ithaka.run.launch import under_torchrun
+from ithaka.run.rules import Facts, check_run, check_settings
 from ithaka.run.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
@@ -45,11 +45,10 @@ def make_request(
         raise ConfigError(
             f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M"
         )
-    explicit = explicit_settings(None, overrides)
-    # finds typos
-    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    config = load_config(None, overrides)
+    given = config.given
     planned = (
-        *SETTINGS,
+        *FIELDS,
         "train.accumulate",
         "train.compile",
         "attention.kernel",
@@ -57,12 +56,15 @@ def make_request(
         "loss.type",
     )
     planned += "loss.teacher", "loss.teacher_base"
-    for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
+    for name in sorted(given.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
         if not any_setting:
             names = ", ".join((*planned, *sorted(ADAPTER_SETTINGS)))
             raise ConfigError(f"{name} does not affect a plan; use one of {names}")
+    work = {"data.context": num_tokens, "train.batch": batch}
+    config = config.with_values(work, Origin.DEFAULT)
+    check_settings(config)
     if (kernel := config.attention.kernel) != "auto":
         if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
             rule = f"has no known rate on {hardware.gpu.name}"
@@ -72,11 +74,11 @@ def make_request(
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
     shape = shape_to_train(shape_from_config(hf_config, model), config, teacher_shape(config))
-    for name in sorted(explicit & shape.root.refuses.keys()):
+    for name in sorted(given & shape.root.refuses.keys()):
         rule = f"does not apply to {model}: video transformers {shape.root.refuses[name]}"
-        raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
-    space = make_search_space(config, explicit, shape, hardware)
-    options = frozenset(explicit), work_from_config(config)
+        raise ConfigError(f"{name}={format_value(config.get(name))} {rule}; leave it out")
+    check_run(Facts(config, shape, hardware, is_decided=False))
+    space = make_search_space(config, shape, hardware)
     # caches of nodes may differ
     trace = None if under_torchrun() else make_tracer(hf_config, always=traces)
-    return PlanRequest(model, hf_config, space, config, *options, trace)
+    return PlanRequest(model, hf_config, space, config, work_from_config(config), trace)

@@ -72,8 +72,8 @@ def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
     model. Its states stay on the device, because the ghost device has no host
     (`Trace.offload_states`)."""
     config = json.loads(request.config)
-    policies = request.layout.kept
-    kinds = read_layers(config, len(policies))
+    kinds = read_layers(config)
+    policies = request.layout.layer_policies(len(kinds))
     # The first layers of some vision-language models add features of images, which the next layer
     # frees.
     num_adding = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
@@ -81,13 +81,11 @@ def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
     layers, representatives = choose_neighbors(list(zip(kinds, policies, adding, strict=True)))
     truncated = keep_layers(config, layers)
     # a kind depends on the layer's index
-    if read_layers(truncated, len(layers)) != [kinds[i] for i in layers]:
+    if read_layers(truncated) != [kinds[i] for i in layers]:
         truncated = config
         layers = tuple(range(len(kinds)))
         representatives = list(layers)
-    layout = replace(
-        request.layout, kept=tuple(policies[i] for i in layers), offload_optimizer=False
-    )
+    layout = replace(request.layout.of_layers(layers, len(policies)), offload_optimizer=False)
     return replace(request, config=json.dumps(truncated), layout=layout), representatives
 
 

@@ -19,7 +19,7 @@ from ithaka.data.batch import Batch
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode
 from ithaka.log.console import Console
-from ithaka.run.resolve import Run
+from ithaka.run.validated import Run
 from ithaka.train.step import StepResult
 from ithaka.weights.load import check_finite
 

@@ -38,8 +38,8 @@ from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.timeline import DeviceTimeline, Mark
 from ithaka.run.launch import Outcome, exit_rank
-from ithaka.run.resolve import Run
 from ithaka.run.streams import call_in_time, write_stderr
+from ithaka.run.validated import Run
 
 BEAT_S = 5.0
 MAX_SILENCE_S = 40.0  # a rank without a beat for longer is dead or frozen

@@ -35,7 +35,7 @@ def open_console(trainer: Trainer, only_profile: bool) -> Iterator[None]:
     )
     console = Console(
         run.run_dir,
-        trainer.config.ends[-1],
+        run.entry.run_steps,
         trainer.step,
         trackers,
         active=is_rank_0,
@@ -52,8 +52,8 @@ def open_console(trainer: Trainer, only_profile: bool) -> Iterator[None]:
     finally:
         with _warn_only("The console and the trackers cannot be closed"):
             console.close(final_status)
-        is_last_entry = trainer.config.entry + 1 == len(trainer.config.ends)
-        trainer.data.close(remove=only_profile or (trainer.done and is_last_entry))
+        is_over = trainer.done and run.entry.is_last
+        trainer.data.close(remove=only_profile or is_over)
         if trainer.lock is not None:
             os.close(trainer.lock)
     if console.active and not only_profile:
@@ -81,7 +81,7 @@ def print_header(trainer: Trainer, timeouts: dict[str, str], only_profile: bool)
     if only_profile:
         return
     optim = trainer.config.optim
-    num_steps = trainer.config.ends[-1]
+    num_steps = trainer.run.entry.run_steps
     if optim.warmup_steps > num_steps:
         reached = f"the learning rate reaches {num_steps / optim.warmup_steps:.0%} of optim.lr"
         console.print(
@@ -110,7 +110,8 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     if ring > 1:
         ranks += f" ({mesh.ulysses_group.size()} Ulysses x {ring} ring)"
     tokens = trainer.global_batch * config.data.context
-    num_steps = plural(config.train.steps - config.start, "step")
+    entry = trainer.run.entry
+    num_steps = plural(config.train.steps - entry.start, "step")
     resumed = f", resumed after step {trainer.step}" if trainer.step else ""
     summary = {
         "model": f"{config.model.path or trainer.model.config.model_type}, {size}{random}",
@@ -127,9 +128,9 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         summary["loss"] = _describe_dpo(config)
     if config.loss.type == "distill":
         summary["loss"] = _describe_distillation(trainer)
-    if config.curriculum:
-        steps = f"steps {config.start + 1} to {config.train.steps}"
-        summary["entry"] = f"{config.entry + 1} of {len(config.ends)}, {steps}"
+    if entry.count > 1:
+        steps = f"steps {entry.start + 1} to {config.train.steps}"
+        summary["entry"] = f"{entry.index + 1} of {entry.count}, {steps}"
     if config.model.rope is not None:
         summary["rope"] = _describe_rope(trainer)
     data = {topic: text for topic, text in trainer.data_summary.items() if topic != "first tokens"}
@@ -269,10 +270,9 @@ def _print_end(trainer: Trainer) -> None:
         resume = shell_command("train", "--resume", run.run_dir)
         console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
         return
-    entry = ""
-    if run.config.curriculum:
-        entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} "
-    console.table(f"{entry}done", summarize_run(trainer))
+    entry = run.entry
+    title = "done" if entry.count == 1 else f"entry {entry.index + 1} of {entry.count} done"
+    console.table(title, summarize_run(trainer))
 
 
 def summarize_run(trainer: Trainer) -> dict[str, str]:

@@ -8,7 +8,7 @@ from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
 from ithaka.exits import ExitCode, exit_code_for
 from ithaka.log.metrics import StepRecord, note_startup
 from ithaka.phases import listening, phase
-from ithaka.run.resolve import Run
+from ithaka.run.validated import Run
 from ithaka.train.agreement import RankState, agree, measure_memory
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.journal import open_console, print_header, record_step

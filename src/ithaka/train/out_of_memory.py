@@ -14,7 +14,7 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.layer.slabs import StoreError
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.search import Plan
-from ithaka.run.resolve import Run, drop_reserve
+from ithaka.run.validated import Run, drop_reserve
 
 
 class OutOfMemoryError(RuntimeError):

@@ -25,7 +25,7 @@ from ithaka.model.optimizers import make_optimizer
 from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
-from ithaka.run.resolve import Run, input_slabs, store_host_bytes
+from ithaka.run.validated import Run, input_slabs, store_host_bytes
 from ithaka.train.objectives import Objective, TeacherLoss
 from ithaka.train.preferences import DPO
 
@@ -80,7 +80,7 @@ class Parts:
             )
             shares_prefixes = not self.model.ithaka_root.why_no_parents()
             self.data = _open_data(run, mesh, self.tokenizer, shares_prefixes, fills_cache, found)
-        self.data_positions = dict[str, Any]()  # in data of other curriculum entries
+        self.data_positions = dict[str, Any]()  # in data of other entries
         if run.checkpoint is not None:
             state = checkpoints.read_state(run.checkpoint)
             self.data_positions = _restore_position(state, run, self.data)
@@ -133,7 +133,7 @@ def _open_data(
     config = run.config
     steps = None
     if config.train.epochs is None:
-        steps = config.train.steps - max(run.last_step, config.start)
+        steps = config.train.steps - max(run.last_step, run.entry.start)
     return open_data(
         config.data,
         tokenizer=tokenizer,
@@ -157,7 +157,6 @@ def _restore_position(state: dict[str, Any], run: Run, data: TrainData) -> dict[
     positions = state.get("places", {}) | {state["data"]["data"]: state["data"]}
     position = positions.pop(data.fingerprint(), None)
     data.check_format(position or state["data"])
-    starts_entry = run.config.curriculum and state["step"] == run.config.start
-    if position is not None or not starts_entry:
+    if position is not None or state["step"] != run.entry.start:
         data.load_state_dict(position or state["data"])
     return positions

@@ -7,17 +7,14 @@ import shutil
 import warnings
 
 import torch
-import yaml
 
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.checkpoint import checkpoints, save
 from ithaka.comm.agree import SharedError, ask_rank_0, raise_on_all_ranks
 from ithaka.comm.mesh import make_mesh, start_process_group
 from ithaka.config import (
-    CONFIG_FORMAT,
     ConfigError,
-    to_dict,
-    with_absolute_paths,
+    Origin,
     write_atomic,
 )
 from ithaka.data.cache import decide_fills
@@ -28,8 +25,8 @@ from ithaka.evaluate.tasks import EvalText, check_prompts, read_text
 from ithaka.exits import TransientError
 from ithaka.log.console import status
 from ithaka.log.metrics import note_startup
-from ithaka.run.resolve import Run, can_save_in_background
-from ithaka.run.validate import check_same_inputs, fingerprint_weights
+from ithaka.run.files import check_same_inputs, fingerprint_weights
+from ithaka.run.validated import Run, can_save_in_background
 from ithaka.train.parts import Parts, run_dtype
 from ithaka.train.trainer import Trainer
 
@@ -41,7 +38,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         run = dataclasses.replace(
             run, checkpoint=checkpoints.find_intact_checkpoint(run.checkpoint)
         )
-        if run.last_step < run.config.start:
+        if run.last_step < run.entry.start:
             fix = "remove the damaged ones, and resume again"
             raise SharedError(
                 f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {fix}"
@@ -105,10 +102,14 @@ def _decide_steps(trainer: Trainer) -> None:
     steps = before["steps"] if before.get("epochs") == epochs else None
     if steps is None:
         steps = ask_rank_0(epoch_steps, trainer.data, epochs, trainer.global_batch)
-    train = dataclasses.replace(config.train, steps=steps, epochs=None)
-    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
-    trainer.config = dataclasses.replace(config, train=train, optim=optim)
-    trainer.run = dataclasses.replace(run, config=trainer.config)
+    values = {
+        "train.steps": steps,
+        "train.epochs": None,
+        "optim.decay_steps": config.optim.decay_steps or steps,
+    }
+    trainer.config = config.with_values(values, Origin.DEFAULT)
+    entry = dataclasses.replace(run.entry, run_steps=steps)
+    trainer.run = dataclasses.replace(run, config=trainer.config, entry=entry)
 
 
 def _read_evaluation(trainer: Trainer) -> EvalText | None:
@@ -128,7 +129,7 @@ def _describe_data(trainer: Trainer) -> dict[str, str]:
     """Describe the training data, on rank 0."""
     if trainer.mesh.rank != 0:
         return {}
-    num_steps = trainer.config.train.steps - trainer.config.start
+    num_steps = trainer.config.train.steps - trainer.run.entry.start
     try:
         with status("reading the data"):
             return describe_data(trainer.data, num_steps * trainer.global_batch)
@@ -145,11 +146,8 @@ def _write_run_dir(trainer: Trainer) -> None:
     path = run.config.model.path
     run.run_dir.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoints.lock_run_dir(run.run_dir)
-    settings = run.saved_config
-    if not settings:
-        settings = yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
-    write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
+    write_atomic(run.run_dir / "config.yaml", run.saved_settings)
     base = fingerprint_weights(path) if run.needs_base else ""
     teacher = fingerprint_weights(run.config.loss.teacher_path)
     checkpoints.write_pins(run.run_dir, run.commits, base, teacher)

@@ -11,8 +11,8 @@ from threading import Timer
 from ithaka.checkpoint import checkpoints, save
 from ithaka.exits import ExitCode
 from ithaka.run.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
-from ithaka.run.resolve import Run
 from ithaka.run.streams import call_in_time
+from ithaka.run.validated import Run
 
 # For naming the last checkpoint after train.grace_s, which leaves the launcher 5 s.
 READ_LIMIT_S = 2.0

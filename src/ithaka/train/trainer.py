@@ -14,7 +14,7 @@ from ithaka.data.batch import Batch
 from ithaka.evaluate.tasks import EvalText, flatten_metrics, measure_all
 from ithaka.log.console import Console, status
 from ithaka.phases import phase
-from ithaka.run.resolve import Run
+from ithaka.run.validated import Run
 from ithaka.train.bad_steps import BadSteps, check_loaded_weights
 from ithaka.train.parts import Parts
 from ithaka.train.preferences import DPO
@@ -94,7 +94,7 @@ class Trainer:
         """Train on this rank's micro-batches. Returns None if they were skipped: no step."""
         number = self.step + 1
         lr = learning_rate(
-            self.step - self.config.schedule_start, self.config.optim, self.config.train.steps
+            self.step - self.run.entry.schedule_start, self.config.optim, self.config.train.steps
         )
         result = self._train_step(batches, lr)
         if result.refused is not None:

@@ -7,7 +7,7 @@ import torch
 from ithaka.comm.agree import SharedError
 from ithaka.comm.mesh import start_process_group
 from ithaka.config.units import plural
-from ithaka.run.resolve import Run
+from ithaka.run.validated import Run
 from ithaka.train.bad_steps import check_loaded_weights
 from ithaka.train.prepare import prepare
 

@@ -17,7 +17,7 @@ from ithaka.plan.search import Plan
 from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.profiled_step import StepProfile, StepTimes, describe_machine
 from ithaka.profile.timeline import Progress
-from ithaka.run.resolve import drop_reserve
+from ithaka.run.validated import drop_reserve
 from ithaka.sharding.heads import count_slots
 from ithaka.train.agreement import Agreement, MemoryUse, StepFigures, device_peaks
 from ithaka.train.heartbeat import Heartbeat

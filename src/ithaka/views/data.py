@@ -34,7 +34,7 @@ from ithaka.data.tokenizer import load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.report.page import Markup, render_page, render_table
 from ithaka.run import launch
-from ithaka.run.resolve import model_shape
+from ithaka.run.road import model_shape
 from ithaka.views.record import (
     Described,
     TextPiece,
@@ -65,7 +65,7 @@ def build_data_view(
 ) -> DataView:
     """Read, pack and summarize the data of the first entry. `report` gets the fraction read. Raises
     ConfigError as a run would."""
-    config = curriculum.at(0)
+    config = curriculum.of_entry(0)
     datasets = curriculum.datasets
     check_data(config.data, model_shape(config).vocab, config.model.path, datasets)
     train = config.train
@@ -119,7 +119,7 @@ def build_data_view(
 
 def build_record_view(curriculum: Config, number: int) -> DataView:
     """Show record `number` of each source: why tokens are trained or not, and what is cut."""
-    config = curriculum.at(0)
+    config = curriculum.of_entry(0)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
     records: list[Described] = []
     reasons = Counter[str]()

@@ -1,5 +1,4 @@
-"""Checks of settings, directories and inputs before any process starts, and of what the ranks must
-have in common."""
+"""The files of a run: its directory, weights and data, before the start and on all ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +7,12 @@ import hashlib
 import platform
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ithaka
-from ithaka.attention.kernels import KERNELS
 from ithaka.checkpoint import checkpoints
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_local_rank_0
@@ -25,23 +21,14 @@ from ithaka.config import (
     ConfigError,
     check_output,
     embedded_model,
-    explicit_settings,
-    format_value,
-    input_error,
-    load_config,
+    read_yaml,
     shell_command,
-    to_yaml,
 )
-from ithaka.exits import TransientError
-from ithaka.layout import SETTINGS, check_fixed, check_optimizer, fixed_settings, format_choices
-from ithaka.plan.shape import ModelShape
-from ithaka.run.resolve import Run
+from ithaka.run.validated import Run
 
 if TYPE_CHECKING:
     from ithaka.data.stream import TrainData
 
-# Sections of every run's config.yaml. A file that a user wrote rarely has them all.
-SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
 # in RUN_DIR/tokens, which is removed after the run
 TOKEN_FILES = (".tokens", ".part", ".failed", ".npy")
 # a scheduler may write to the run directory before the run starts
@@ -49,83 +36,6 @@ LOG_FILES = (".log", ".out", ".err")
 # read at both ends of each file; of at most this many files
 FINGERPRINT_BYTES = 2**16
 MAX_FINGERPRINT_FILES = 256
-
-
-def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
-    """Refuse settings that no layout can have, that have no effect, or that need a missing
-    package."""
-    memory = config.memory
-    attention = config.attention
-    values = {name: attrgetter(name)(config) for name in SETTINGS} | {
-        "parallel.cp": config.parallel.cp_of(num_ranks)
-    }
-    fixed = fixed_settings(values, shape.num_layers, num_ranks)
-    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks, has_rings=not shape.why_no_ring)
-    if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
-        rule = "has no effect without memory.offload=disk; leave it null"
-        raise ConfigError(f"memory.disk_path={memory.disk_path} {rule}")
-    kernels = ("auto", *KERNELS)
-    if attention.kernel not in kernels:  # only the ranks, which own the devices, can try it
-        raise ConfigError(
-            f"attention.kernel={attention.kernel} is unknown; use {format_choices(kernels)}"
-        )
-    blocks = attention.block_q, attention.block_kv
-    if blocks.count(None) == 1:
-        raise ConfigError(f"attention.block_q, block_kv={blocks} go together; set both or neither")
-    evaluate = config.evaluate
-    if evaluate.data is not None and not evaluate.every:
-        rule = "has no effect with evaluate.every=0"
-        raise ConfigError(
-            f"evaluate.data={evaluate.data} {rule}; set evaluate.every, or leave it out"
-        )
-    check_optimizer(config)
-    # rehearsals and traces, which are not checked here, step without a change
-    if config.optim.lr == 0:
-        raise ConfigError("optim.lr=0 trains nothing; use more than 0, such as 3e-4")
-    _check_extras(config)
-    _check_validation(config)
-    train = config.train
-    train.import_callbacks()
-    config.loss.import_function()
-    # A wandb folder in the working directory is found too, but has no origin.
-    missing = " ".join(
-        name for name in train.track if getattr(find_spec(name), "origin", None) is None
-    )
-    if missing:
-        raise ConfigError(
-            f"train.track={missing} needs a package: pip install {missing}, or leave it out"
-        )
-
-
-def _check_extras(config: Config) -> None:
-    if config.optim.name == "adamw8bit" and find_spec("torchao") is None:
-        raise ConfigError(
-            "optim.name=adamw8bit needs an extra: pip install -e '.[adamw8bit]', or use adamw"
-        )
-    if config.adapter is not None and find_spec("peft") is None:
-        raise ConfigError(
-            "adapter needs an extra: pip install -e '.[adapter]', or leave the section out"
-        )
-    if config.adapter is not None and config.model.resize_embeddings:
-        raise ConfigError(
-            "model.resize_embeddings=true cannot be used with an adapter; set it to false"
-        )
-
-
-def _check_validation(config: Config) -> None:
-    """Refuse settings that have no effect without validation."""
-    train = config.train
-    need_validation = {"patience": train.patience} if not train.validate_every else {}
-    has_held_out = config.data.validation_path is not None or config.data.validation_fraction > 0
-    if not train.validate_sequences or not has_held_out:
-        need_validation = {"keep_best": train.keep_best, "patience": train.patience}
-    idle = [
-        f"train.{name}={format_value(value)}" for name, value in need_validation.items() if value
-    ]
-    if idle:
-        fix = "set train.validate_every and validate_sequences"
-        fix += "" if has_held_out else ", and data.validation_path or data.validation_fraction"
-        raise ConfigError(f"{format_choices(idle)} has no effect without validation; {fix}")
 
 
 def check_weights(path: Path | None, name: str = "model.path", use: str = "train from") -> None:
@@ -145,9 +55,9 @@ def check_weights(path: Path | None, name: str = "model.path", use: str = "train
     )
 
 
-def check_base(run: Run) -> None:
+def check_base(run: Run, saved: Config) -> None:
     """Refuse to resume a run with another base or reference model, or another teacher. Its files
-    may have moved."""
+    may have moved. `saved`: the settings it had."""
     teacher = run.config.loss.teacher_path
     pinned = checkpoints.read_pins(run.run_dir).get("teacher")
     if pinned and fingerprint_weights(teacher) != pinned:
@@ -158,7 +68,7 @@ def check_base(run: Run) -> None:
         raise ConfigError(f"loss.teacher={teacher} {rule}; restore its files, or start a new run")
     if not run.needs_base:
         return
-    original = load_config(run.run_dir / "config.yaml").model.path
+    original = saved.model.path
     path = run.config.model.path
     fingerprint = checkpoints.read_pins(run.run_dir).get("base") or fingerprint_weights(original)
     if fingerprint and fingerprint_weights(path) != fingerprint:
@@ -229,10 +139,7 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
         raise ConfigError(f"train.run_dir={run_dir} already holds a run; {fix}")
     if all(path.suffix in TOKEN_FILES for path in run_dir.glob("tokens/*")):
         own_files.add("tokens")
-    if (
-        config_file.is_file()
-        and {name.partition(".")[0] for name in explicit_settings(config_file)} >= SAVED_SECTIONS
-    ):
+    if config_file.is_file() and "format" in read_yaml(config_file):  # not a user's file
         own_files = {path.name for path in run_dir.iterdir()}
     check_output("train.run_dir", run_dir, force, folder=True, own=own_files)
 
@@ -250,43 +157,7 @@ def _has_progress(run_dir: Path) -> bool:
     )
 
 
-def check_path(option: str, path: Path | None) -> None:
-    """Refuse a path that the system cannot look up: a symlink loop, a name that is too long, or a
-    directory without permission. It need not exist."""
-    try:
-        if path is not None:
-            path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise input_error(
-            f"{option}{path} cannot be used ({error.strerror}); use another directory", error
-        ) from None
-
-
 # ---- all ranks
-
-
-def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] = ()) -> None:
-    """Refuse ranks with different settings or checkpoints: their collectives would deadlock. Under
-    torchrun every node reads its own files, and a shared file system may show a new checkpoint
-    late."""
-    for rank, path in enumerate(newest):
-        if path != newest[0]:
-            difference = (
-                f"rank 0 finds {newest[0] or 'no checkpoint'} and rank {rank} {path or 'none'}"
-            )
-            fix = "start again, or put it on a file system that all nodes share"
-            raise TransientError(f"train.run_dir={configs[0].train.run_dir}: {difference}; {fix}")
-    same = repr(configs[0])
-    lines_0 = to_yaml(configs[0]).splitlines()
-    for rank, config in enumerate(configs):
-        if repr(config) == same:  # YAML of each of 1,000 ranks would take seconds
-            continue
-        for line_0, line in zip(lines_0, to_yaml(config).splitlines(), strict=False):
-            if line != line_0:
-                difference = f"rank 0 has `{line_0.strip()}` and rank {rank} `{line.strip()}`"
-                raise ConfigError(f"{difference}; give every node the same settings")
 
 
 def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
