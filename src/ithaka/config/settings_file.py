@@ -19,6 +19,7 @@ from ithaka.config.fields import (
 from ithaka.config.sections import SECTIONS, Config
 
 CONFIG_FORMAT = 2  # stored as `format` in a run's config.yaml
+RUN_KEYS = ("format", "origins")  # only a run's config.yaml has them
 Tree = Mapping[str, Any]  # sections, as read from YAML
 
 
@@ -41,7 +42,7 @@ def parse_config(
     errors. A tree with `format` is that of a run."""
     merged = _Merged()
     merged.add(base or {}, Origin.DEMO, "the defaults")
-    sections = {name: values for name, values in tree.items() if name != "format"}
+    sections = {name: values for name, values in tree.items() if name not in RUN_KEYS}
     merged.add(sections, Origin.RUN if "format" in tree else Origin.FILE, source)
     for section, key, value in map(_parse_override, overrides):
         merged.add({section: {key: value}}, Origin.COMMAND, "--set")

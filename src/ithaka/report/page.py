@@ -121,7 +121,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "name": run_dir.resolve().name,
         "metrics": metrics,
         **largest,
-        "config": config,
+        "config": {name: values for name, values in config.items() if name != "origins"},
+        "origins": config.get("origins") or {},  # who set each value
         **contents,
         # Records have null for a loss that is not finite, as they do without validation; events
         # tell them apart.

@@ -340,10 +340,12 @@ function facts() {
       fold("Machine", div, true);
     }
     const lines = Object.entries(run.config).flatMap(([name, values]) =>
-      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.map(asText).join(", ") + "]" : asText(v)}`)]);
+      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${asYaml(v)}${origin(run, `${name}.${k}`)}`)]);
     fold("Configuration", make("pre", {}, lines.join("\n")), false);
   });
 }
+const origin = (run, name) => run.origins?.[name] ? `  # from ${run.origins[name]}` : "";
+const asYaml = v => v === null ? "null" : Array.isArray(v) ? "[" + v.map(asText).join(", ") + "]" : asText(v);
 function asText(v) { return typeof v === "object" ? JSON.stringify(v) : v; }
 const plannedPeak = plan => Object.values(plan?.peak_bytes ?? {}).reduce((a, b) => a + b, 0);
 const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };

@@ -56,10 +56,10 @@ def adopt(draft: Draft) -> Draft:
     commits = dict(pins.get("commits", {}))
     config = _pin_commits(config, commits)
     config = _adopt_quantization(adopt_adapter(config))
+    check_settings(config)
     if config.optim.decay_steps is None and config.train.epochs is None:
         config = config.with_values({"optim.decay_steps": config.train.steps}, Origin.DEFAULT)
     config = config.with_values({"train.run_dir": run_dir}, config.origin("train.run_dir"))
-    check_settings(config)
     return Draft(request, config, resumes, saved, checkpoint, commits)
 
 

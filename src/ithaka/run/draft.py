@@ -74,7 +74,8 @@ def read(request: Request) -> Draft:
         config = parse_config(tree, request.changes, source=str(file))
         if config.origin("train.run_dir") == Origin.COMMAND:
             raise _conflict("--set train.run_dir", resume)
-    check_settings(config)
+    if saved is None:  # otherwise adopt first settles where the learning rate's decay ends
+        check_settings(config)
     return Draft(request, config, saved=saved)
 
 

@@ -70,7 +70,10 @@ class Rule(NamedTuple):
 
 
 def _show(config: Config, name: str) -> str:
-    return f"{name}={format_value(config.get(name))}"
+    """train.steps=5, with who set it unless the user or a default did."""
+    origin = config.origin(name)
+    source = "" if origin in (*USER, Origin.DEFAULT) else f" (from {origin})"
+    return f"{name}={format_value(config.get(name))}{source}"
 
 
 def check_settings(config: Config) -> None:

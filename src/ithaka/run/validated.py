@@ -12,6 +12,7 @@ from ithaka.config import (
     CONFIG_FORMAT,
     Config,
     DataConfig,
+    Origin,
     RunEntry,
     to_dict,
     with_absolute_paths,
@@ -65,7 +66,12 @@ class Run:
                 section, _, key = name.partition(".")
                 if name not in self.full.given:
                     del tree[section][key]
-        settings = {"format": CONFIG_FORMAT, **with_absolute_paths(tree)}
+        origins = {
+            name: str(origin)
+            for name, origin in self.config.origins.items()
+            if origin != Origin.DEFAULT
+        }
+        settings = {"format": CONFIG_FORMAT, **with_absolute_paths(tree), "origins": origins}
         return yaml.safe_dump(settings, sort_keys=False)
 
     @property
