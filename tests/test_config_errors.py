@@ -347,9 +347,9 @@ def test_a_source_inherits_reading_options_from_data():
             "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]",
         ]
     )
-    assert [(s.text_field, s.weight) for s in config.data.all_sources()] == [("body", 2), ("t", 1)]
+    assert [(s.text_field, s.weight) for s in config.data.all_sources] == [("body", 2), ("t", 1)]
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
-    (alone,) = load_config(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
+    (alone,) = load_config(overrides=["data.path=a", "data.text_field=body"]).data.all_sources
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     overrides = ["data.path=c", "data.sources=[{path: a}]"]
     assert_refused(

@@ -203,7 +203,7 @@ def write_card(run_dir: Path, out_dir: Path, name: str, step: int | None = None)
     settings = config.at(metrics[-1]["step"] - 1) if metrics else config
     sources = [
         _public_name(source.path) or "Python's standard library"
-        for source in config.data.all_sources()
+        for source in config.data.all_sources
     ]
     gpus = "one machine"
     if plan_file.is_file():

@@ -256,6 +256,7 @@ class DataConfig(ReadingConfig, name="data"):
             object.__setattr__(self, "sources", sources)
         super().__post_init__()
 
+    @cached_property
     def all_sources(self) -> tuple[SourceConfig, ...]:
         """`sources`, or `path` as the only source."""
         return self.sources or (self._source(path=self.path),)

@@ -86,7 +86,7 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
 
 
 def find_sources(data: DataConfig) -> list[FoundSource]:
-    configs = data.all_sources()
+    configs = data.all_sources
     found = []
     for i, config in enumerate(configs):
         if config.path in [other.path for other in configs[:i]]:
@@ -125,7 +125,7 @@ def split_sources(
 
 
 def _split_settings(data: DataConfig) -> tuple[object, ...]:
-    return data.all_sources(), data.validation_path, data.validation_fraction
+    return data.all_sources, data.validation_path, data.validation_fraction
 
 
 def _describe_source(

@@ -108,13 +108,6 @@ def check_data(
     """
     tokenizer = load_tokenizer(data.tokenizer, model_path, data.chat_template)
     check_vocabulary(tokenizer, vocab_size)
-    readings = [each for each in (data, *data.all_sources()) if each.images == "read"]
-    if readings and data.long_documents not in ("drop", "refuse"):
-        rule = "may cut an image, which data.images=read cannot train on"
-        raise ConfigError(f"data.long_documents={data.long_documents} {rule}; use drop or refuse")
-    if any(each.unrolls or each.train_on == "pairs" for each in readings):
-        rule = "cannot be combined with data.train_on=pairs or with data.reasoning of all turns"
-        raise ConfigError(f"data.images=read {rule}; use {{turns: last}}, or other data")
     sources, held_out, summary, _ = find_data(data, datasets)
     for source in sources:
         fix = "add documents, or use another path"

@@ -56,7 +56,8 @@ def adopt(draft: Draft) -> Draft:
     commits = dict(pins.get("commits", {}))
     config = _pin_commits(config, commits)
     config = _adopt_quantization(adopt_adapter(config))
-    check_settings(config)
+    if config is not draft.config or draft.saved is not None:
+        check_settings(config)
     if config.optim.decay_steps is None and config.train.epochs is None:
         config = config.with_values({"optim.decay_steps": config.train.steps}, Origin.DEFAULT)
     config = config.with_values({"train.run_dir": run_dir}, config.origin("train.run_dir"))
@@ -125,11 +126,13 @@ def _pin_commits(config: Config, commits: dict[str, str]) -> Config:
 
     def pin(value: Any, name: str) -> Any:
         if isinstance(value, Section):
-            pinned = {
-                field.name: pin(getattr(value, field.name), f"{name}.{field.name}")
-                for field in dataclasses.fields(value)  # type: ignore[arg-type]
-            }
-            return dataclasses.replace(value, **pinned)  # type: ignore[type-var]
+            changes = {}
+            for field in dataclasses.fields(value):  # type: ignore[arg-type]
+                before = getattr(value, field.name)
+                pinned = pin(before, f"{name}.{field.name}")
+                if pinned != before:
+                    changes[field.name] = pinned
+            return dataclasses.replace(value, **changes) if changes else value  # type: ignore[type-var]
         if isinstance(value, tuple):
             return tuple(pin(each, name) for each in value)
         if isinstance(value, dict):
@@ -140,9 +143,11 @@ def _pin_commits(config: Config, commits: dict[str, str]) -> Config:
             commits[str(value)] = str(pin_dataset(Path(value), name))
         return type(value)(commits[str(value)])
 
-    pinned = ("data", "evaluate", "curriculum")
-    sections = {name: pin(getattr(config, name), name) for name in pinned}
-    config = dataclasses.replace(config, **sections)
+    for section in ("data", "evaluate", "curriculum"):
+        before = getattr(config, section)
+        pinned = pin(before, section)
+        if pinned != before:
+            config = dataclasses.replace(config, **{section: pinned})
     for name, path in (
         ("model.path", config.model.path),
         ("loss.teacher", config.loss.teacher_path),

@@ -114,11 +114,11 @@ def _check_all(rules: tuple[Rule, ...], subject: Any, config: Config) -> None:
 
 
 def _sides(config: Config) -> set[str]:
-    return {source.train_on for source in config.data.all_sources()}
+    return {source.train_on for source in config.data.all_sources}
 
 
 def _reads_images(config: Config) -> list[Any]:
-    return [each for each in (config.data, *config.data.all_sources()) if each.images == "read"]
+    return [each for each in (config.data, *config.data.all_sources) if each.images == "read"]
 
 
 def _drops_and_keeps(reading: ReadingConfig) -> bool:
@@ -179,7 +179,7 @@ SETTINGS_RULES = (
         "[data.path] cannot be combined with data.sources; make the path a source",
     ),
     Rule(
-        lambda c: any(map(_drops_and_keeps, (c.data, *c.data.all_sources()))),
+        lambda c: any(map(_drops_and_keeps, (c.data, *c.data.all_sources))),
         "data.reasoning.drop=true leaves out all reasoning; remove loss and turns, or drop",
     ),
     Rule(
