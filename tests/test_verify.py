@@ -21,8 +21,8 @@ from ithaka.checks import verify
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, parse_config
 from ithaka.exits import ExitCode
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs import shard
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
 from ithaka.mixers import softmax
 from ithaka.plan.mixers import AttentionCost

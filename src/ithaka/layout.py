@@ -18,7 +18,6 @@ from ithaka.config import Config, ConfigError, check_effects
 Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
-RESERVE_BYTES = 2**31  # GPU memory left to the CUDA context, kernels and NCCL
 # float8 codes in one of two buffers on the device, on their way to the host, or back
 STAGED_BYTES = 2**24
 

@@ -23,7 +23,8 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
-from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
+from ithaka.facts.sizes import RESERVE_BYTES
+from ithaka.layout import Layout, default_dtype
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import (

@@ -14,17 +14,9 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.base_formats import BASE_FORMATS, BaseFormat
+from ithaka.facts.sizes import MOMENT_BLOCK
 from ithaka.layout import Layout
 from ithaka.plan.read_config import DECODER, ROOTS, RootKind
-
-PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
-FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
-MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
-
-
-def has_moment_blocks(shape: Sequence[int]) -> bool:
-    """Whether optim.name=adamw8bit stores the moments of a parameter in 8 bits."""
-    return len(shape) > 1 and math.prod(shape[1:]) % MOMENT_BLOCK == 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ithaka.config.units import (
     wrap_columns,
     wrap_list,
 )
-from ithaka.layout import RESERVE_BYTES, SETTINGS
+from ithaka.facts.sizes import RESERVE_BYTES
+from ithaka.layout import SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_SHARE
 from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, SLOW_KERNELS, join_kernels
 from ithaka.plan.layer_bytes import sizes_by_layer
