@@ -801,7 +801,7 @@ MUTATIONS = (
     ),
     Mutation(
         "k and v are dropped after the first stage that uses them",
-        "sharding/heads.py",
+        "facts/heads.py",
         "KvTransfer(kv, first, last_use[n])",
         "KvTransfer(kv, first, first)",
         "test_head_table.py -k first_to_last_use",

@@ -17,9 +17,9 @@ from ithaka.attention.score_blocks import document_spans, plan_query_blocks
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError
 from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import EMPTY_SLOT, head_table
 from ithaka.layer.stages import StagedAttention
 from ithaka.sharding import tokens as ring_plan
-from ithaka.sharding.heads import EMPTY_SLOT, head_table
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37

@@ -24,6 +24,7 @@ from ithaka.attention.docs import Docs
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import AdapterConfig
 from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import head_table
 from ithaka.layer import schedule
 from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.mixer import LayerSpec
@@ -41,7 +42,6 @@ from ithaka.profile.memory import MemoryMap
 from ithaka.roots.find import find_root
 from ithaka.roots.recorder import Recorder
 from ithaka.run.shapes import shape_from_config
-from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import TokenSharding
 from ithaka.weights.adapters import add_adapter
 from models import tiny_config, tiny_model

@@ -17,12 +17,12 @@ from ithaka.comm import exchange
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError, parse_config
 from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import head_table
 from ithaka.inputs.shard import pack_batch
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
 from ithaka.model.build import parallelize_model
 from ithaka.sharding import tokens as ring_plan
-from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import contiguous_sharding, shard_tokens
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative

@@ -14,12 +14,9 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from ithaka.config import Config, ConfigError, check_effects
+from ithaka.facts.dtypes import ELEMENT_BYTES, check_dtype, default_dtype, float8_bytes
 
 Tier = Literal["device", "host", "disk"]
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
-# float8 codes in one of two buffers on the device, on their way to the host, or back
-STAGED_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -257,11 +254,6 @@ class Layout:
         return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 
 
-def float8_bytes(num_rows: int, width: int) -> int:
-    """Bytes of rows in float8, with their scales."""
-    return num_rows * (width + -(-width // FLOAT8_BLOCK))
-
-
 def make_layout(num_layers: int, **settings: Any) -> Layout:
     """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its
     other fields."""
@@ -360,11 +352,6 @@ def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
     return settings
 
 
-def default_dtype(on_gpu: bool) -> str:
-    """Compute dtype for model.dtype=auto."""
-    return "bfloat16" if on_gpu else "float32"
-
-
 def layout_from_config(
     config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None
 ) -> Layout:
@@ -390,21 +377,6 @@ def layout_from_config(
 
 
 # ---- checks
-
-
-def check_dtype(name: str, dtype: object) -> str:
-    """Return the name of a dtype or torch.dtype. Raises ConfigError unless gradients can be
-    computed in it."""
-    dtype = str(dtype).removeprefix("torch.")
-    if dtype == "float16":
-        rule = (
-            "underflows: the loss is divided by the tokens of a step, so gradients fall below "
-            "its smallest number"
-        )
-        raise ConfigError(f"{name}=float16 {rule}; use bfloat16 or float32")
-    if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"{name}={dtype} is not supported; use bfloat16, float32 or float64")
-    return dtype
 
 
 def check_size(name: str, size: object) -> None:

@@ -32,8 +32,8 @@ from ithaka.evaluate.tasks import (
     read_text,
 )
 from ithaka.exits import ExitCode
+from ithaka.facts.dtypes import default_dtype
 from ithaka.hub import fetch_model
-from ithaka.layout import default_dtype
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.read_config import read_json

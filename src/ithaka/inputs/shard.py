@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from ithaka.attention.docs import Docs
 from ithaka.comm.exchange import all_gather, to_sequence_order
 from ithaka.comm.mesh import Mesh
+from ithaka.facts.attention import span_pairs
 from ithaka.facts.sizes import IGNORE_INDEX
-from ithaka.plan.shape import span_pairs
 from ithaka.sharding.tokens import TokenSharding, shard_tokens
 
 INPUTS = (

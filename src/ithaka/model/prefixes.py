@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.facts.attention import span_pairs
 from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.layer.loss import TokenResults
 from ithaka.layout import check_size
 from ithaka.model.logprobs import token_logprobs_and_aux
-from ithaka.plan.shape import StepShape, span_pairs
+from ithaka.plan.shape import StepShape
 from ithaka.roots.find import find_root
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ithaka.facts.dtypes import STAGED_BYTES
 from ithaka.facts.sizes import EMBEDDING_RUN, PATCHES_PER_TILE, RESERVE_BYTES, logits_tile_tokens
-from ithaka.layout import STAGED_BYTES, Layout
+from ithaka.layout import Layout
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, layer_peaks, layer_sizes
 from ithaka.plan.shape import Correction, Encoder, ModelShape, StepShape

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from ithaka.config import ConfigError
+from ithaka.facts.attention import EFFICIENT_HEAD_DIMS, HEAD_DIMS
 from ithaka.plan.read_config import read_json
 
 GIB = 2**30
@@ -59,8 +60,6 @@ KERNEL_NAMES = {
     "eager": "matmuls in TF32",
     "reference": "the fp64 reference",
 }
-HEAD_DIMS = (256, 8)  # (maximum, required multiple) of FlashAttention and cuDNN
-EFFICIENT_HEAD_DIMS = (1024, 8)  # of the memory-efficient kernel
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9

@@ -15,10 +15,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from ithaka.facts.heads import count_slots
 from ithaka.facts.sizes import BLOCK_TOKENS, CALL_TOKENS, WHOLE_TOKENS, ring_round_tokens
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import ModelShape
-from ithaka.sharding.heads import count_slots
 
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 

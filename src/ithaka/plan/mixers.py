@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
+from ithaka.facts.attention import AttentionKind
 from ithaka.facts.sizes import CHUNK_TOKENS, SEGMENT_ROWS, SSD_SEGMENT
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.layer_bytes import (
@@ -18,7 +19,7 @@ from ithaka.plan.layer_bytes import (
     attention_points,
 )
 from ithaka.plan.seconds import LayerSeconds
-from ithaka.plan.shape import AttentionKind, MixerCost, ModelShape, StepShape
+from ithaka.plan.shape import MixerCost, ModelShape, StepShape
 
 # Buffers of a segment of the gated delta rule in the sum dtype, forward and backward: vectors
 # (K + V per row), states (K by K + V per chunk) and chunk matrices, counted by hand in the kernels,

@@ -24,6 +24,7 @@ from itertools import product
 from typing import Any
 
 from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.facts.attention import AttentionKind
 from ithaka.layout import (
     SETTINGS,
     Layout,
@@ -39,7 +40,7 @@ from ithaka.layout import (
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
-from ithaka.plan.shape import AttentionKind, ModelShape, StepShape
+from ithaka.plan.shape import ModelShape, StepShape
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 TILE_BYTES = 2**29  # of x in the largest tile, whatever its width: enough to outweigh its launches

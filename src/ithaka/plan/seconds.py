@@ -14,12 +14,13 @@ import operator
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from ithaka.facts.attention import AttentionKind
 from ithaka.facts.sizes import logits_tile_tokens
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import plan_kind
 from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, SLOW_HEAD_DIM, SLOW_KERNELS, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
-from ithaka.plan.shape import AttentionKind, Encoder, MixerCost, ModelShape, StepShape
+from ithaka.plan.shape import Encoder, MixerCost, ModelShape, StepShape
 
 # Fractions of the hardware's matmul rate, forward and backward.
 LAYER_SHARE = 0.73  # dense matmuls of layers with blocks

@@ -14,6 +14,7 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.base_formats import BASE_FORMATS, BaseFormat
+from ithaka.facts.attention import AttentionKind, span_pairs
 from ithaka.facts.sizes import MOMENT_BLOCK
 from ithaka.layout import Layout
 from ithaka.plan.read_config import DECODER, ROOTS, RootKind
@@ -80,17 +81,6 @@ class Encoder:
     moved: int  # bytes that element-wise kernels move, forward
     backward_moved: int  # with its forward
     is_frozen: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionKind:
-    """The attention of some layers, as far as it matters to kernels."""
-
-    head_dim: int
-    group: int = 1  # query heads per kv head
-    # Tokens that a query attends to, with its own (or the size of a chunk); None: all.
-    window: int | None = None
-    softcap: float | None = None
 
 
 class MixerCost:
@@ -472,13 +462,3 @@ class StepShape:
         if window is None or window >= length:
             return self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
-
-
-def span_pairs(earlier: int, length: int, window: int | None = None) -> int:
-    """Return the query-key pairs of `length` tokens that also attend to `earlier` earlier ones."""
-
-    def count(tokens: int) -> int:
-        reach = tokens if window is None else min(tokens, window)
-        return reach * tokens - reach * (reach - 1) // 2
-
-    return count(earlier + length) - count(earlier)

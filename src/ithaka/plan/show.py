@@ -19,6 +19,7 @@ from ithaka.config.units import (
     wrap_columns,
     wrap_list,
 )
+from ithaka.facts.attention import AttentionKind, span_pairs
 from ithaka.facts.sizes import RESERVE_BYTES
 from ithaka.layout import SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_SHARE
@@ -27,7 +28,7 @@ from ithaka.plan.layer_bytes import sizes_by_layer
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import AttentionKind, StepShape, span_pairs
+from ithaka.plan.shape import StepShape
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with
 # what is free.

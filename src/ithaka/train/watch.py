@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ithaka.config import write_atomic
 from ithaka.config.units import format_bytes, format_json, plural
 from ithaka.data.batch import Batch
+from ithaka.facts.heads import count_slots
 from ithaka.inputs.shard import count_pairs
 from ithaka.plan.hardware import gpu_named
 from ithaka.plan.search import Plan
@@ -18,7 +19,6 @@ from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.profiled_step import StepProfile, StepTimes, describe_machine
 from ithaka.profile.timeline import Progress
 from ithaka.run.resolve import drop_reserve
-from ithaka.sharding.heads import count_slots
 from ithaka.train.agreement import Agreement, MemoryUse, StepFigures, device_peaks
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
