@@ -55,7 +55,7 @@ def set_memory(patch, total, free, disk_free=10**13):
     """Set this machine's total and free bytes of host memory, and its free disk."""
     memory = SimpleNamespace(total=total, available=free)
     patch.setattr("psutil.virtual_memory", lambda: memory)
-    patch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
+    patch.setattr("ithaka.facts.machine.cgroup_rooms", list)
     patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**13, free=disk_free))
 
 

@@ -27,7 +27,8 @@ from ithaka.comm.mesh import default_device, make_node_groups
 from ithaka.config import ConfigError
 from ithaka.config.units import format_bytes
 from ithaka.facts.dtypes import default_dtype
-from ithaka.plan.hardware import GPUS, available_memory, gpu_named
+from ithaka.facts.machine import available_memory
+from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import DeviceTimeline
 

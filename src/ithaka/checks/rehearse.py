@@ -25,6 +25,7 @@ from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
 from ithaka.facts.attention import AttentionKind
 from ithaka.facts.dtypes import default_dtype
+from ithaka.facts.machine import available_memory
 from ithaka.facts.sizes import RESERVE_BYTES
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, keep_layers, read_hf_config
@@ -36,7 +37,7 @@ from ithaka.model.truncate import (
     group_layers,
 )
 from ithaka.phases import PhasePath, listening, phase
-from ithaka.plan.hardware import GIB, available_memory, join_kernels
+from ithaka.plan.hardware import GIB, join_kernels
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds

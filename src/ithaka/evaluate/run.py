@@ -33,10 +33,10 @@ from ithaka.evaluate.tasks import (
 )
 from ithaka.exits import ExitCode
 from ithaka.facts.dtypes import default_dtype
+from ithaka.facts.files import read_json
 from ithaka.hub import fetch_model
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
-from ithaka.plan.read_config import read_json
 from ithaka.plan.search import forward_layout, smallest_ring
 from ithaka.run import launch
 from ithaka.run.shapes import read_shape

@@ -15,9 +15,9 @@ from typing import Any
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.base_formats import BASE_FORMATS, BaseFormat
 from ithaka.facts.attention import AttentionKind, span_pairs
+from ithaka.facts.families import DECODER, ROOTS, RootKind
 from ithaka.facts.sizes import MOMENT_BLOCK
 from ithaka.layout import Layout
-from ithaka.plan.read_config import DECODER, ROOTS, RootKind
 
 
 @dataclass(frozen=True)

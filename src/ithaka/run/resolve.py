@@ -23,18 +23,11 @@ from ithaka.config import (
     to_dict,
 )
 from ithaka.config.units import format_bytes, plural
+from ithaka.facts.files import read_json
+from ithaka.facts.machine import available_memory, free_disk
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
-from ithaka.plan.hardware import (
-    GPUS,
-    Hardware,
-    available_memory,
-    find_gpu,
-    free_disk,
-    gpu_named,
-    with_profile,
-)
-from ithaka.plan.read_config import read_json
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, with_profile
 from ithaka.plan.search import (
     Plan,
     SearchSpace,

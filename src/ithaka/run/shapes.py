@@ -12,9 +12,8 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, Config
 from ithaka.config.base_formats import check_quantization, required_base
-from ithaka.hub import HUB_ID
+from ithaka.facts.files import GIVE_MODEL, HUB_ID, check_values, read_json
 from ithaka.plan.models import find_config, find_known_shape, shape_from_json, shape_to_json
-from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.plan.trace import Peaks, Tracer, read_cache, read_traced, write_cache
