@@ -21,7 +21,7 @@ from ithaka.checks import rehearse
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import check_writable
 from ithaka.exits import ExitCode
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.layout import make_layout
 from ithaka.log.console import status
 from ithaka.plan.hardware import GIB

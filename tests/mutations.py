@@ -1900,7 +1900,7 @@ MUTATIONS = (
     # ---- models and plans of files
     Mutation(
         "infinity in config.json stays an object",
-        "facts/files.py",
+        "facts/model_files.py",
         "return FLOATS.get(tag, values) if is_float else values",
         "return values",
         "test_general_files.py -k 'infinite and bamba'",

@@ -20,7 +20,7 @@ from decoders import DECODERS, HYBRIDS, RECURRENT, tiny_decoder
 from ithaka.checkpoint.export import export
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config

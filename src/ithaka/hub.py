@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ithaka.config import ConfigError, input_error
 from ithaka.exits import causes, is_transient
-from ithaka.facts.files import HUB_ID, split_revision
+from ithaka.facts.model_files import HUB_ID, split_revision
 
 P = TypeVar("P", Path, Path | None)
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.

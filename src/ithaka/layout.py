@@ -71,6 +71,7 @@ KEPT_SETTINGS = (
     "keep_projections",
     "keep_everything",
 )
+MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -285,6 +286,25 @@ def _make_policies(
     kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
     first = max(0, num_layers - keep_inputs)
     return kept[:first] + tuple(replace(policy, input="device") for policy in kept[first:])
+
+
+def forward_layout(
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    cp: int,
+    tokens: int,
+    dtype: str,
+    ring: int | None = None,
+) -> Layout:
+    """The layout of an evaluation: all ranks share each sequence. All heads at once while their
+    tensors are small, which is faster; otherwise one head per rank."""
+    ring = ring or smallest_ring(cp, num_heads)
+    is_long = tokens // cp * num_heads * head_dim > MAX_HEADS_ELEMENTS
+    stage = cp // ring if is_long else None
+    return make_layout(
+        num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype
+    )
 
 
 # ---- layouts and configurations

@@ -22,7 +22,7 @@ from ithaka.checkpoint.checkpoints import (
 )
 from ithaka.checkpoint.safe_load import load_into, read_index
 from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
-from ithaka.facts.files import HUB_ID, read_json
+from ithaka.facts.model_files import HUB_ID, read_json
 from ithaka.hub import SNAPSHOT
 from ithaka.log.metrics import read_metrics
 from ithaka.weights.adapters import adapter_tensor_name, auto_class

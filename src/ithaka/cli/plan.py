@@ -473,7 +473,7 @@ def selftest_command(
 ) -> None:
     """Check devices, rates, exactness, faults and a plan on all ranks of this machine, in at most
     ten minutes."""
-    from ithaka.facts.files import read_json
+    from ithaka.facts.model_files import read_json
     from ithaka.run.launch import decide_ranks, num_gpus, run_ranks
 
     num_tokens = parse_tokens(context, "--context")

@@ -20,7 +20,7 @@ from typing import Any
 
 from ithaka.config import ConfigError
 from ithaka.facts.attention import EFFICIENT_HEAD_DIMS, HEAD_DIMS
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 
 GIB = 2**30
 GPUS_PER_NODE = 8

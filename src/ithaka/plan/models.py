@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.facts.files import HUB_ID, parse_json, read_json, split_revision
+from ithaka.facts.model_files import HUB_ID, parse_json, read_json, split_revision
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
 from ithaka.plan.shape import Encoder, MeasuredLayer, ModelShape
 

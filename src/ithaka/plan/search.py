@@ -33,9 +33,9 @@ from ithaka.layout import (
     check_float8,
     check_optimizer,
     fixed_settings,
+    forward_layout,
     make_layout,
     settings_from_layout,
-    smallest_ring,
 )
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
@@ -53,7 +53,6 @@ CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk
 UNLIMITED_BYTES = 2**60
 MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
-MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 
 Candidate = Mapping[str, Any]  # arguments of `make_layout`
 Fixed = Mapping[str, Any]  # those that the user set
@@ -584,18 +583,7 @@ def shape_to_train(
 
 
 def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan:
-    layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
-    return Plan(shape, layout, hardware, replace(work, trains=False))
-
-
-def forward_layout(
-    shape: ModelShape, cp: int, tokens: int, dtype: str, ring: int | None = None
-) -> Layout:
-    """All ranks share each sequence. All heads at once while their tensors are small, which is
-    faster; otherwise one head per rank."""
-    ring = ring or smallest_ring(cp, shape.heads)
-    is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
-    stage = cp // ring if is_long else None
-    return make_layout(
-        shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype
+    layout = forward_layout(
+        shape.num_layers, shape.heads, shape.head_dim, hardware.num_gpus, work.tokens, "bfloat16"
     )
+    return Plan(shape, layout, hardware, replace(work, trains=False))

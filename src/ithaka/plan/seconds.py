@@ -470,3 +470,20 @@ def _loss_seconds(
     exchange += reduce_seconds(trained_head * layout.sum_bytes, hardware, layout.replicas)
     matmuls = (2 + (trained_head > 0)) * matmul
     return Seconds(linear=matmuls + layer.move(LOGIT_PASSES * all_logits + sums), exchange=exchange)
+
+
+def planned_shares(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> dict[tuple[str, ...], float]:
+    """Shares of a micro-step's planned time, by phase: each layer's forward and backward, and the
+    loss."""
+    seconds: dict[tuple[str, ...], float] = {}
+    keeps = layout.layer_policies(shape.num_layers)
+    for i, (mixer, kept) in enumerate(zip(shape.mixers, keeps, strict=True)):
+        forward, backward = layer_seconds(shape, layout, hardware, work, mixer, kept)
+        seconds[f"layer {i}", "forward"] = forward.total
+        seconds[f"layer {i}", "backward"] = backward.total
+    step = step_seconds(shape, layout, hardware, work)
+    total = step.total - step.update
+    seconds[("loss forward",)] = total - sum(seconds.values())
+    return {path: path_s / total for path, path_s in seconds.items()}

@@ -22,7 +22,7 @@ from ithaka.layout import Layout
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A layer as model/measure.py measures it: the largest layer's bytes, the mean of costs.
+    """A layer as trace/measure.py measures it: the largest layer's bytes, the mean of costs.
 
     The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per
     token, in 16 bits.

@@ -35,7 +35,7 @@ from ithaka.config import (
 )
 from ithaka.config.base_formats import required_base
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.hub import complete_snapshot, fetch_model, model_files
 from ithaka.layout import check_float8, layout_from_config
 from ithaka.plan.hardware import Hardware

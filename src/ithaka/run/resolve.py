@@ -23,8 +23,8 @@ from ithaka.config import (
     to_dict,
 )
 from ithaka.config.units import format_bytes, plural
-from ithaka.facts.files import read_json
 from ithaka.facts.machine import available_memory, free_disk
+from ithaka.facts.model_files import read_json
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, with_profile

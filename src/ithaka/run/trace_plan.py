@@ -24,8 +24,8 @@ from ithaka.model.truncate import choose_neighbors
 from ithaka.phases import phase
 from ithaka.plan.search import Plan
 from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest, can_trace
-from ithaka.profile.record_trace import ghost_store, trace_step
 from ithaka.roots.probe import probing_once
+from ithaka.trace.record_trace import ghost_store, trace_step
 
 # per rank: a longer sequence is extrapolated from two short ones, which have tiles of all kinds
 TILES = (4, 6)

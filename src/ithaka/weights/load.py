@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from ithaka.comm.agree import SharedError, gather_objects
 from ithaka.config import LFS_POINTER, ConfigError, input_error
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.foreign.hugging_face import (
     init_module,
     mark_as_initialized,

@@ -30,7 +30,7 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from ithaka.config import ConfigError
 from ithaka.data.documents.images import PROCESSOR_FILES, Medium
-from ithaka.facts.files import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.inputs.shard import MEDIA, OwnPixels, divide_frames
 
 DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord"}  # -> in transformers
