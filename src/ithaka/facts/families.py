@@ -15,6 +15,11 @@ POSITIONS = 32768  # of a config.json without max_position_embeddings
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D
 # positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Arguments for images and for videos: pixels, and patches in time, height and width.
+MEDIA = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
 WITHOUT_ROPE = ("nemotron_h",)  # so max_position_embeddings is no limit
 
 
