@@ -21,11 +21,11 @@ from ithaka.checks import rehearse
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import check_writable
 from ithaka.exits import ExitCode
+from ithaka.facts.model_files import read_json
 from ithaka.layout import make_layout
 from ithaka.log.console import status
 from ithaka.plan.hardware import GIB
 from ithaka.plan.models import find_config
-from ithaka.plan.read_config import read_json
 
 # context -> heads per stage, overlap, tokens per tile
 CASES = {2**17: (8, True, 16384), 2**19: (16, True, 16384), 2**20: (8, False, 8192)}

@@ -7,8 +7,8 @@ there first.
 import json
 from pathlib import Path
 
-from ithaka.model.measure import measure_model
 from ithaka.plan.models import shape_to_json
+from ithaka.trace.measure import measure_model
 
 FILE = Path(__file__).parent.parent / "src" / "ithaka" / "plan" / "decoders.json"
 

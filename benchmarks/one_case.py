@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.comm.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.config import parse_config
+from ithaka.facts.machine import available_memory
+from ithaka.facts.sizes import RESERVE_BYTES
 from ithaka.parallel import parallelize, shape_from_model
-from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_named
+from ithaka.plan.bytes import RESERVE_SHARE
+from ithaka.plan.hardware import GIB, GPUS, Hardware, gpu_named
 from ithaka.plan.search import make_search_space, work_from_config
 
 # by context and layout: two cases of ithaka may have the same plan

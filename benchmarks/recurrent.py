@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaka.facts.sizes import SEGMENT_ROWS
 from ithaka.ops import delta_rule, ssd, ssd_kernels
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
 from ithaka.ops.scan import Scan, zero_state
 from ithaka.ops.ssd import Ssd, SsdInputs
 from ithaka.ops.state_graph import LocalDocs
-from ithaka.plan.mixers import SEGMENT_ROWS
 
 SHAPES = {  # recurrence, key heads, heads, key dim, value dim
     "nemotron-3-nano": ("mamba2", 8, 64, 128, 64),

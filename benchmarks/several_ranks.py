@@ -35,8 +35,8 @@ import yaml
 from depth import end
 
 from ithaka.checkpoint.checkpoints import latest_name
+from ithaka.facts.machine import num_cores
 from ithaka.log.metrics import open_metrics, read_metrics, read_times
-from ithaka.plan.hardware import num_cores
 from ithaka.plan.models import find_config
 
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}

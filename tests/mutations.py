@@ -801,7 +801,7 @@ MUTATIONS = (
     ),
     Mutation(
         "k and v are dropped after the first stage that uses them",
-        "sharding/heads.py",
+        "facts/heads.py",
         "KvTransfer(kv, first, last_use[n])",
         "KvTransfer(kv, first, first)",
         "test_head_table.py -k first_to_last_use",
@@ -1900,7 +1900,7 @@ MUTATIONS = (
     # ---- models and plans of files
     Mutation(
         "infinity in config.json stays an object",
-        "plan/read_config.py",
+        "facts/model_files.py",
         "return FLOATS.get(tag, values) if is_float else values",
         "return values",
         "test_general_files.py -k 'infinite and bamba'",

@@ -87,7 +87,7 @@ def _share_measurements(folder: Path) -> None:
 
     Tests of the measuring itself have imported the function before.
     """
-    from ithaka.model import measure as module
+    from ithaka.trace import measure as module
 
     measure = module.measure_model
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from ithaka.config import AdapterConfig, ConfigError
+from ithaka.facts.sizes import logits_tile_tokens
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
+from ithaka.plan.bytes import build_ledger, gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import layer_peaks
 from ithaka.plan.search import SearchSpace

@@ -16,9 +16,10 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.attention.score_blocks import document_spans, plan_query_blocks
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError
+from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import EMPTY_SLOT, head_table
 from ithaka.layer.stages import StagedAttention
 from ithaka.sharding import tokens as ring_plan
-from ithaka.sharding.heads import EMPTY_SLOT, head_table
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -122,7 +123,7 @@ def test_members_of_a_ring_compute_full_attention_together(fa4, kernel, mask, st
     are not sent."""
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = run_both(q, k, v, dout, docs=starts, **mask)
-    monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 20)
+    monkeypatch.setattr(facts_sizes, "ROUND_TOKENS", 20)
     uncut = ring_plan.shard_tokens(starts, 2, 4)
     monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,))
     for sharding in (

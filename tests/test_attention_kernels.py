@@ -26,9 +26,9 @@ from ithaka.checks.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.exits import exit_code_for
+from ithaka.facts.attention import AttentionKind
 from ithaka.model.build import parallelize_model
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.shape import AttentionKind
 from ithaka.train.prepare import prepare
 from models import tiny_config, tiny_model
 from parity import random_ids

@@ -6,9 +6,9 @@ import psutil
 import pytest
 
 from ithaka.config import ConfigError
+from ithaka.facts import machine as this_machine
+from ithaka.facts.machine import available_memory, cgroup_rooms, free_disk
 from ithaka.layout import layout_from_config
-from ithaka.plan import hardware as this_machine
-from ithaka.plan.hardware import available_memory, cgroup_rooms, free_disk
 from ithaka.run import resolve as run_module
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import (

@@ -19,8 +19,10 @@ from general import add_lora
 from ithaka.blocks.linear import Linear
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import parse_config
+from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.layer import loss as losses
-from ithaka.layer.loss import IGNORE_INDEX, LinearHead, Teacher, summed_divergence
+from ithaka.layer.loss import LinearHead, Teacher, summed_divergence
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.ops.divergence import Criterion, divergence_with_grad
@@ -281,7 +283,7 @@ CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.7), Criterion(1.0, 0.8)]
 def test_losses_and_gradients_equal_those_of_full_logits(layout, family, other, monkeypatch):
     """For packed documents and a teacher of another type and width; 2 and 4 ranks do not divide the
     tokens."""
-    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**11, 2**11))
+    monkeypatch.setattr(facts_sizes, "LOGITS_TILE_BYTES", (2**11, 2**11))
     student = tiny_model(tiny_config(family))
     teacher = tiny_model(tiny_config(other, 8, 4))
     check(compare(student, teacher, layout, CRITERIA))
@@ -439,7 +441,7 @@ def test_stored_probabilities_are_shared_by_ranks_and_branches():
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
     """The logits of 256 more tokens, with a vocabulary of 4096, would take 8 MiB in each model."""
-    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**18, 2**18))
+    monkeypatch.setattr(facts_sizes, "LOGITS_TILE_BYTES", (2**18, 2**18))
     models = [tiny_model(tiny_config(family, vocab_size=4096)) for family in ("llama", "qwen3")]
     models[1].requires_grad_(False)
     student, teacher = map(parallelize_model, models)

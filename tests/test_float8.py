@@ -17,15 +17,9 @@ from ithaka.blocks import experts
 from ithaka.blocks.experts import LayerExperts
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
+from ithaka.facts.dtypes import FLOAT8_BLOCK, float8_bytes
 from ithaka.layer.store import Store
-from ithaka.layout import (
-    FLOAT8_BLOCK,
-    ActivationPolicy,
-    Layout,
-    check_float8,
-    float8_bytes,
-    make_layout,
-)
+from ithaka.layout import ActivationPolicy, Layout, check_float8, make_layout
 from ithaka.model import build
 from ithaka.ops import float8
 from ithaka.plan.bytes import build_ledger

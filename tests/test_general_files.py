@@ -20,10 +20,10 @@ from decoders import DECODERS, HYBRIDS, RECURRENT, tiny_decoder
 from ithaka.checkpoint.export import export
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
+from ithaka.facts.model_files import read_json
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.plan.read_config import read_json
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from ithaka.run.shapes import shape_from_config

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.sharding.heads import EMPTY_SLOT, HeadTable, flatten_heads, head_table
+from ithaka.facts.heads import EMPTY_SLOT, HeadTable, flatten_heads, head_table
 
 FEW = settings(max_examples=60, derandomize=True, deadline=None)
 

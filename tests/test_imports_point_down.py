@@ -1,5 +1,5 @@
 """Each row of CONTRIBUTING.md's file map imports only from itself and rows below it, without
-cycles; plan, layout and config import no torch."""
+cycles; facts, plan and data from a few of these; facts, plan, layout and config import no torch."""
 
 import ast
 import re
@@ -7,8 +7,20 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "ithaka"
+PLANNERS = {"cli", "checks", "parallel", "train", "run", "trace", "plan"}  # may import plan
+# What a package may import, with all that this imports in turn.
+MAY_REACH = {
+    "facts": ("config.fields", "exits"),
+    "plan": ("facts", "layout", "config", "exits"),
+    "data": (
+        *("inputs.forest", "inputs.media", "comm.agree", "comm.rank"),
+        *("hub", "facts", "config", "exits"),
+    ),
+}
 
 
 def rows() -> list[str]:
@@ -90,19 +102,48 @@ def test_no_call_runs_code_from_a_models_files():
     assert not [call for call, keywords in calls if "trust_remote_code=False" not in keywords]
 
 
-def test_there_is_no_import_cycle():
-    names = {
+def module_names() -> dict[Path, str]:
+    return {
         path: ".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))
         for path in files()
     }
+
+
+def test_only_what_plans_a_run_imports_the_planner():
+    found = [
+        f"{path.relative_to(SOURCES)} imports {module}"
+        for path, own in files().items()
+        for module in sorted(imported(path))
+        if own not in PLANNERS and f"{module}.".startswith("ithaka.plan.")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("own", MAY_REACH)
+def test_facts_plan_and_data_reach_little(own):
+    paths = {name: path for path, name in module_names().items()}
+    allowed = tuple(f"ithaka.{name}." for name in (own, *MAY_REACH[own]))
+    reached = [name for name in paths if package(name) == own]
+    found = []
+    for name in reached:  # grows
+        for module in sorted(imported(paths[name])):
+            if module.startswith("ithaka.") and not f"{module}.".startswith(allowed):
+                found.append(f"{name} imports {module}")
+            elif module in paths and module not in reached:
+                reached.append(module)
+    assert not found, "\n".join(found)
+
+
+def test_there_is_no_import_cycle():
+    names = module_names()
     graph = {name: imported(path) & set(names.values()) for path, name in names.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_planning_needs_no_torch():
-    without = {path: own for path, own in files().items() if own in ("plan", "layout", "config")}
     assert not [
         path
-        for path in without
-        if any(re.match(r"torch|transformers", name) for name in imported(path))
+        for path, own in files().items()
+        if own in ("facts", "plan", "layout", "config")
+        and any(re.match(r"torch|transformers", name) for name in imported(path))
     ]

@@ -23,6 +23,8 @@ from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import Docs
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import AdapterConfig
+from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import head_table
 from ithaka.layer import schedule
 from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.mixer import LayerSpec
@@ -40,8 +42,6 @@ from ithaka.profile.memory import MemoryMap
 from ithaka.roots.find import find_root
 from ithaka.roots.recorder import Recorder
 from ithaka.run.shapes import shape_from_config
-from ithaka.sharding import tokens as ring_plan
-from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import TokenSharding
 from ithaka.weights.adapters import add_adapter
 from models import tiny_config, tiny_model
@@ -182,7 +182,7 @@ def shape_of(case: Case) -> ModelShape:
 def deal_tokens(num_tokens: int, ring: int) -> TokenSharding:
     """Deal half a round's tokens to each member in turn, so that each sends and receives the
     maximum in every round."""
-    step = num_tokens if ring == 1 else ring_plan.ring_round_tokens(num_tokens // ring) // 2
+    step = num_tokens if ring == 1 else facts_sizes.ring_round_tokens(num_tokens // ring) // 2
     runs = [(first, step) for first in range(0, num_tokens, step)]
     return TokenSharding(tuple(tuple(runs[member::ring]) for member in range(ring)))
 
@@ -303,12 +303,12 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
     if case.adapter is not None:
         pytest.importorskip("peft")
-    monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 1)
-    monkeypatch.setattr(ring_plan, "ROUNDS", 4)
+    monkeypatch.setattr(facts_sizes, "ROUND_TOKENS", 1)
+    monkeypatch.setattr(facts_sizes, "ROUNDS", 4)
     shape = shape_of(case)
     maps = run_ranks(case)
     member = TOKENS * case.layout.ulysses
-    lengths = (TOKENS, member, ring_plan.ring_round_tokens(member))
+    lengths = (TOKENS, member, facts_sizes.ring_round_tokens(member))
     # graphs of resume passes have tensors of tiles
     for direction, part in EXACT if not case.keeps.mlp else ():
         phases = (direction, part) if part else (direction,)

@@ -9,16 +9,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocations import rehearsed_peaks
 from decoders import DECODERS, HYBRIDS, RECURRENT, SIZES, tiny_decoder
+from ithaka.facts.attention import AttentionKind
 from ithaka.layout import make_layout
-from ithaka.model.measure import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
 from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
-from ithaka.plan.shape import AttentionKind, StepShape
+from ithaka.plan.shape import StepShape
 from ithaka.roots import probe
 from ithaka.roots.recorder import Recorder
 from ithaka.run.shapes import find_shape, shape_from_config
+from ithaka.trace.measure import measure_layers, measure_model
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

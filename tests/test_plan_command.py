@@ -17,10 +17,10 @@ from ithaka.cli import app
 from ithaka.config import ConfigError, RopeConfig, format_value, load_config
 from ithaka.config.units import format_bytes
 from ithaka.exits import ExitCode
+from ithaka.facts.families import WITHOUT_ROPE
 from ithaka.inputs.positions import set_positions
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus, read_gpu
 from ithaka.plan.models import MODELS
-from ithaka.plan.read_config import WITHOUT_ROPE
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.check_request import make_request
 from ithaka.run.preflight import resolve

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ithaka.facts.sizes import logits_tile_tokens
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
-from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
+from ithaka.plan.bytes import build_ledger, gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.seconds import layer_seconds, step_seconds

@@ -14,11 +14,12 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
+from ithaka.facts.attention import AttentionKind
 from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.mixers import AttentionCost
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import AttentionKind, StepShape
+from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_dict, as_text, list_assumptions
 from ithaka.run import validate
 from ithaka.run.resolve import (
@@ -54,7 +55,7 @@ def set_memory(patch, total, free, disk_free=10**13):
     """Set this machine's total and free bytes of host memory, and its free disk."""
     memory = SimpleNamespace(total=total, available=free)
     patch.setattr("psutil.virtual_memory", lambda: memory)
-    patch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
+    patch.setattr("ithaka.facts.machine.cgroup_rooms", list)
     patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**13, free=disk_free))
 
 

@@ -431,7 +431,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
     assert str(packed).startswith(
         "8 sequences: tokens 34816 -> 6144 (5.67x fewer), attention pairs 75777024 -> "
     )
-    work = packed.work
+    work = StepShape(packed.num_tokens[1], spans=packed.spans)
     assert (work.tokens, work.pairs(None)) == (6144, packed.num_pairs[1])
     assert work.pairs(None) < StepShape(6144).pairs(None)
     share = shard_batch(packed.inputs, 61, make_mesh(1))

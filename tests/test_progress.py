@@ -14,6 +14,7 @@ from ithaka.log.metrics import read_metrics
 from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
+from ithaka.plan.seconds import planned_shares
 from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import Progress, StepProgress
 from ithaka.run.shapes import shape_from_config
@@ -24,7 +25,8 @@ MICRO_STEPS = 2
 
 
 def progress(report=lambda _: None, every_s: float = 30.0) -> Progress:
-    made = Progress(PLAN, MICRO_STEPS, torch.device("cpu"), report)
+    shares = planned_shares(SHAPE, PLAN.layout, PLAN.hardware, PLAN.work)
+    made = Progress(shares, MICRO_STEPS, torch.device("cpu"), report)
     made.every_s = every_s
     return made
 

@@ -13,9 +13,9 @@ from ithaka.comm.agree import RankFailed, raise_on_all_ranks
 from ithaka.comm.loopback import start_loopback
 from ithaka.config import ConfigError
 from ithaka.exits import exit_code_for
+from ithaka.facts.attention import AttentionKind
 from ithaka.inputs import calls
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.shape import AttentionKind
 from ithaka.roots.decoder import Decoder
 from models import tiny_config
 from parity import parallel, random_ids

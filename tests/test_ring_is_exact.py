@@ -16,12 +16,13 @@ from ithaka.attention.docs import Docs
 from ithaka.comm import exchange
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError, parse_config
+from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.heads import head_table
 from ithaka.inputs.shard import pack_batch
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
 from ithaka.model.build import parallelize_model
 from ithaka.sharding import tokens as ring_plan
-from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import contiguous_sharding, shard_tokens
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
@@ -99,7 +100,7 @@ def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
     """
     for finest in (False, True) if ulysses * ring < 6 else (True,):  # many threads are slow
         monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
-        monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 12 if finest else 1 << 30)
+        monkeypatch.setattr(facts_sizes, "ROUND_TOKENS", 12 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[
             (GRID.index((ulysses, ring)) + finest) % len(CASES)
         ]
@@ -279,7 +280,7 @@ def received_tokens(starts, ring, window=None):
     ]
     for of_round in zip(*counts, strict=True):
         assert sum(received for received, _ in of_round) == sum(sent for _, sent in of_round)
-        assert max(map(max, of_round)) <= ring_plan.ring_round_tokens(sharding.num_tokens // ring)
+        assert max(map(max, of_round)) <= facts_sizes.ring_round_tokens(sharding.num_tokens // ring)
     return [sum(received for received, _ in of_rounds) for of_rounds in counts]
 
 

@@ -169,7 +169,7 @@ def test_unreadable_config_json_is_refused(content, words, tmp_path):
 
 def test_shape_and_config_need_no_torch():
     code = (
-        "import sys, ithaka.plan.read_config, ithaka.config; print({'torch', 'transformers'} "
+        "import sys, ithaka.facts.model_files, ithaka.config; print({'torch', 'transformers'} "
         "& set(sys.modules))"
     )
     assert (

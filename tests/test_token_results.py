@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import ithaka
 from allocations import allocator_peak
 from ithaka.blocks.linear import Linear
+from ithaka.facts import sizes as facts_sizes
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.layer.loss import (
-    IGNORE_INDEX,
     GraphHead,
     LinearHead,
     ScaledHead,
@@ -23,7 +24,6 @@ from ithaka.layer.loss import (
     linear_cross_entropy,
     summed_cross_entropy,
 )
-from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
 from refusals import assert_refused
@@ -341,7 +341,7 @@ def test_missing_labels_and_plain_models_are_refused():
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
     """The logits of 256 more tokens, with a vocabulary of 4096, would take 8 MiB."""
-    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**18, 2**18))
+    monkeypatch.setattr(facts_sizes, "LOGITS_TILE_BYTES", (2**18, 2**18))
     model, _ = parallel(1, tiny_config("llama", vocab_size=4096))
 
     def peak(num_tokens: int) -> int:

@@ -46,12 +46,12 @@ from ithaka.plan.trace import (
     choose_traced,
     correct,
 )
-from ithaka.profile.record_trace import TraceRecorder, trace_step
 from ithaka.roots import probe
 from ithaka.run import shapes
 from ithaka.run import trace_plan as tracing
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace_plan import run_step, trace_model, trace_plan, truncate_request
+from ithaka.trace.record_trace import TraceRecorder, trace_step
 from vlms import vlm_config
 
 CP = 2
@@ -522,7 +522,7 @@ def test_a_cached_plan_takes_no_trace(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("traces/*.json"))) >= 2 and len(probed) == 2
     shapes._measure.cache_clear()
     monkeypatch.setattr(tracing, "trace_model", None)
-    monkeypatch.setattr("ithaka.model.measure.measure_model", None)
+    monkeypatch.setattr("ithaka.trace.measure.measure_model", None)
     assert json.loads(CliRunner().invoke(app, ["plan", str(file), *command]).stdout) == first
 
 

@@ -21,12 +21,12 @@ from ithaka.checks import verify
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, parse_config
 from ithaka.exits import ExitCode
+from ithaka.facts.attention import AttentionKind
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs import shard
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
 from ithaka.mixers import softmax
 from ithaka.plan.mixers import AttentionCost
-from ithaka.plan.shape import AttentionKind
 from ithaka.roots import decoder
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused

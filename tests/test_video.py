@@ -21,18 +21,18 @@ from ithaka.checks.verify import InFloat64
 from ithaka.cli.plan import plan_command
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
+from ithaka.facts.families import count_patches
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
-from ithaka.model.measure import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
-from ithaka.plan.read_config import count_patches
 from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer
 from ithaka.run.check_request import make_request
 from ithaka.run.shapes import find_shape
+from ithaka.trace.measure import measure_model
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import run_on_threads

@@ -20,7 +20,7 @@ from ithaka.data.documents.pixels import _open_image
 from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate.sample import sample
-from ithaka.inputs.shard import divide_frames
+from ithaka.inputs.media import divide_frames
 from ithaka.views.data import describe_sequence
 from ithaka.views.record import describe_record, find_record, split_document
 from runs import bitwise_metrics, copy_run_at_step, run

@@ -13,21 +13,14 @@ from typing import Any, TypeVar
 
 from ithaka.config import ConfigError, input_error
 from ithaka.exits import causes, is_transient
+from ithaka.facts.model_files import HUB_ID, split_revision
 
 P = TypeVar("P", Path, Path | None)
-_HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
-HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
 SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 _WEIGHTS = "*.safetensors"
 _FILES = [_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model"]
 _OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and copies with other names
-
-
-def split_revision(name: str) -> tuple[str, str | None]:
-    """org/name@revision -> (org/name, revision); without one, the hub's default branch."""
-    repo, _, revision = name.partition("@")
-    return repo, revision or None
 
 
 def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> P:

@@ -13,13 +13,9 @@ from itertools import groupby
 from typing import Any, Literal, get_args
 
 from ithaka.config import Config, ConfigError
+from ithaka.facts.dtypes import ELEMENT_BYTES, check_dtype, default_dtype, float8_bytes
 
 Tier = Literal["device", "host", "disk"]
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
-RESERVE_BYTES = 2**31  # GPU memory left to the CUDA context, kernels and NCCL
-# float8 codes in one of two buffers on the device, on their way to the host, or back
-STAGED_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,7 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
+MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -241,11 +238,6 @@ class Layout:
         return inputs or (self.stored_dtype is not None and self.attention_tier != "device")
 
 
-def float8_bytes(num_rows: int, width: int) -> int:
-    """Bytes of rows in float8, with their scales."""
-    return num_rows * (width + -(-width // FLOAT8_BLOCK))
-
-
 @lru_cache(maxsize=4096)
 def _layer_policies(
     num_layers: int,
@@ -268,6 +260,17 @@ def _layer_policies(
             )
         )
     return tuple(policies)
+
+
+def forward_layout(
+    num_heads: int, head_dim: int, cp: int, tokens: int, dtype: str, ring: int | None = None
+) -> Layout:
+    """The layout of an evaluation: all ranks share each sequence. All heads at once while their
+    tensors are small, which is faster; otherwise one head per rank."""
+    ring = ring or smallest_ring(cp, num_heads)
+    is_long = tokens // cp * num_heads * head_dim > MAX_HEADS_ELEMENTS
+    stage = cp // ring if is_long else None
+    return Layout(cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
 # ---- layouts and configurations
@@ -349,11 +352,6 @@ def settings_from_layout(layout: Layout, num_heads: int, num_layers: int) -> dic
     return settings
 
 
-def default_dtype(on_gpu: bool) -> str:
-    """Compute dtype for model.dtype=auto."""
-    return "bfloat16" if on_gpu else "float32"
-
-
 def layout_from_config(
     config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None
 ) -> Layout:
@@ -378,21 +376,6 @@ def layout_from_config(
 
 
 # ---- checks
-
-
-def check_dtype(name: str, dtype: object) -> str:
-    """Return the name of a dtype or torch.dtype. Raises ConfigError unless gradients can be
-    computed in it."""
-    dtype = str(dtype).removeprefix("torch.")
-    if dtype == "float16":
-        rule = (
-            "underflows: the loss is divided by the tokens of a step, so gradients fall below "
-            "its smallest number"
-        )
-        raise ConfigError(f"{name}=float16 {rule}; use bfloat16 or float32")
-    if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"{name}={dtype} is not supported; use bfloat16, float32 or float64")
-    return dtype
 
 
 def check_size(name: str, size: object) -> None:

@@ -20,9 +20,10 @@ from ithaka.config import (
     renaming,
 )
 from ithaka.config.base_formats import required_base
+from ithaka.facts.dtypes import check_dtype
 from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
+from ithaka.layout import Layout, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
 from ithaka.plan.hardware import Hardware

@@ -4,8 +4,8 @@ streams."""
 import pytest
 import torch
 
+from ithaka.facts.dtypes import float8_bytes
 from ithaka.layer.store import Store
-from ithaka.layout import float8_bytes
 from ithaka.ops import float8
 
 pytestmark = pytest.mark.gpu

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from ithaka.comm.mesh import default_device, free_memory, make_mesh
 from ithaka.config import to_yaml
+from ithaka.facts import sizes as facts_sizes
 from ithaka.layer import stages
 from ithaka.model.build import parallelize_model
-from ithaka.sharding import tokens as ring_plan
 from ithaka.train import heartbeat
 from ithaka.train import trainer as trainer_module
 from precision import (
@@ -103,7 +103,7 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
     parameter has few tensors, and its median over one model varies by several percent. A ring has
     many rounds.
     """
-    ring_plan.ROUND_TOKENS = 1
+    facts_sizes.ROUND_TOKENS = 1
     device = default_device()
     size = LARGE if device.type == "cuda" else SMALL
     models = [initial_model(family, size, seed, device) for seed in SEEDS]

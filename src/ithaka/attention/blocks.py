@@ -30,8 +30,8 @@ from ithaka.attention.kernels import Kernel, count_flops, trace_kernel
 from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
 from ithaka.comm.ghost import STRETCH
 from ithaka.config import ConfigError
+from ithaka.facts.sizes import CALL_TOKENS, WHOLE_TOKENS
 from ithaka.ops.fused import merge_softmax, num_multiprocessors
-from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 
 Tensors = tuple[Tensor, ...]
 # of kernels that allocate the scores of a block

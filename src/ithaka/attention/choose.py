@@ -19,8 +19,8 @@ from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_local_rank_0, is_rank_0
 from ithaka.config import ConfigError
 from ithaka.exits import is_out_of_memory
+from ithaka.facts.attention import AttentionKind
 from ithaka.ops.fused import merge_softmax
-from ithaka.plan.shape import AttentionKind
 
 Kinds = tuple[AttentionKind, ...]
 # need no package; for layers that the fast kernels do not compute

@@ -25,7 +25,7 @@ from ithaka.attention.score_blocks import (
     visible_keys,
 )
 from ithaka.config import ConfigError
-from ithaka.plan.layer_bytes import BLOCK_TOKENS
+from ithaka.facts.sizes import BLOCK_TOKENS
 from ithaka.sharding.tokens import RingRound, TokenSharding, contiguous_sharding, ring_rounds
 
 # Unequal documents of up to this length share calls of the varlen kernel. cuDNN is faster but plans

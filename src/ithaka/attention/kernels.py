@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ithaka.attention.compiled import import_fa4, start_helpers
 from ithaka.config import ConfigError
+from ithaka.facts.attention import EFFICIENT_HEAD_DIMS, HEAD_DIMS
 from ithaka.foreign import flash_attention, torch_operators
 from ithaka.foreign.torch_core import FakeTensorMode
 from ithaka.phases import count
-from ithaka.plan.hardware import EFFICIENT_HEAD_DIMS, HEAD_DIMS
 
 aten: Any = torch.ops.aten
 DTYPES_16_BIT = (torch.bfloat16, torch.float16)

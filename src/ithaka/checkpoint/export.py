@@ -22,9 +22,9 @@ from ithaka.checkpoint.checkpoints import (
 )
 from ithaka.checkpoint.safe_load import load_into, read_index
 from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
-from ithaka.hub import HUB_ID, SNAPSHOT
+from ithaka.facts.model_files import HUB_ID, read_json
+from ithaka.hub import SNAPSHOT
 from ithaka.log.metrics import read_metrics
-from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import adapter_tensor_name, auto_class
 from ithaka.weights.formats import base_metadata
 from ithaka.weights.pretrained import merge_adapter

@@ -50,11 +50,11 @@ from ithaka.comm.agree import (
 )
 from ithaka.comm.mesh import default_device, use_device
 from ithaka.exits import causes, exit_code_for, is_out_of_memory
+from ithaka.facts.sizes import MOMENT_BLOCK, has_moment_blocks
 from ithaka.foreign.torch_core import pytree
 from ithaka.foreign.torch_fsdp import with_local
 from ithaka.layer.slabs import Slab
 from ithaka.phases import phase
-from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 from ithaka.weights.adapters import find_active_adapter
 
 MAX_FILES = 8  # per rank, written in parallel; smaller states use fewer

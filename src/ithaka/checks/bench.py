@@ -26,8 +26,9 @@ from ithaka.comm.exchange import all_gather, reduce_scatter
 from ithaka.comm.mesh import default_device, make_node_groups
 from ithaka.config import ConfigError
 from ithaka.config.units import format_bytes
-from ithaka.layout import default_dtype
-from ithaka.plan.hardware import GPUS, available_memory, gpu_named
+from ithaka.facts.dtypes import default_dtype
+from ithaka.facts.machine import available_memory
+from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import DeviceTimeline
 

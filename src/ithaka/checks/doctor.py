@@ -20,7 +20,8 @@ import psutil
 
 import ithaka
 from ithaka.config.units import format_bytes
-from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
+from ithaka.facts.machine import available_memory, free_disk, num_cores
+from ithaka.plan.hardware import DISK_BYTES_S, gpu_named
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,11 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
-from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
+from ithaka.facts.attention import AttentionKind
+from ithaka.facts.dtypes import default_dtype
+from ithaka.facts.machine import available_memory
+from ithaka.facts.sizes import RESERVE_BYTES
+from ithaka.layout import Layout
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import (
@@ -33,11 +37,10 @@ from ithaka.model.truncate import (
     group_layers,
 )
 from ithaka.phases import PhasePath, listening, phase
-from ithaka.plan.hardware import GIB, available_memory, join_kernels
+from ithaka.plan.hardware import GIB, join_kernels
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
-from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer

@@ -36,9 +36,10 @@ from ithaka.comm.agree import gather_objects, shared_temporary_path
 from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, free_memory, make_mesh
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.facts.families import MEDIA
+from ithaka.facts.model_files import read_json
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.foreign.hugging_face import attention_of
-from ithaka.inputs.shard import MEDIA
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import Layout, layout_from_config
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
@@ -48,7 +49,6 @@ from ithaka.model.truncate import (
     group_layers,
     truncate_config,
 )
-from ithaka.plan.read_config import read_json
 from ithaka.roots.find import find_root
 from ithaka.roots.rotary import InFloat64
 from ithaka.roots.vision import count_values

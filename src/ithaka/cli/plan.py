@@ -428,8 +428,8 @@ def _format_ghost(result: dict[str, Any]) -> str:
 
 def _count_tokens(model: str, video: str | None, context: str) -> str:
     """Return the tokens of `video`, or `context` without one."""
+    from ithaka.facts.families import count_patches
     from ithaka.plan.models import find_config
-    from ithaka.plan.read_config import count_patches
 
     return str(count_patches(find_config(model), video)) if video else context
 
@@ -473,7 +473,7 @@ def selftest_command(
 ) -> None:
     """Check devices, rates, exactness, faults and a plan on all ranks of this machine, in at most
     ten minutes."""
-    from ithaka.plan.read_config import read_json
+    from ithaka.facts.model_files import read_json
     from ithaka.run.launch import decide_ranks, num_gpus, run_ranks
 
     num_tokens = parse_tokens(context, "--context")

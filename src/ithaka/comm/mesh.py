@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError, renaming
+from ithaka.facts.sizes import RESERVE_BYTES
 from ithaka.foreign.torch_core import configure_allocator
 from ithaka.foreign.torch_distributed import all_groups, set_group_timeout
-from ithaka.layout import RESERVE_BYTES, Layout, check_parallelism
+from ithaka.layout import Layout, check_parallelism
 
 # set by users
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

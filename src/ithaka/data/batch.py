@@ -15,7 +15,7 @@ from ithaka.data.pack import (
     PackedSequence,
     join_teachers,
 )
-from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.facts.sizes import IGNORE_INDEX
 
 
 def concatenate(

@@ -24,8 +24,8 @@ import numpy as np
 
 from ithaka.config import ConfigError
 from ithaka.data.documents.images import Medium
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs.forest import MIN_TOKENS, Forest, Node
-from ithaka.layer.loss import IGNORE_INDEX
 
 # Of the context. Sorting shorter documents saves under 0.4 % of padding.
 SHORT_DOCUMENT_FRACTION = 1 / 8

@@ -32,12 +32,12 @@ from ithaka.evaluate.tasks import (
     read_text,
 )
 from ithaka.exits import ExitCode
+from ithaka.facts.dtypes import default_dtype
+from ithaka.facts.model_files import read_json
 from ithaka.hub import fetch_model
-from ithaka.layout import default_dtype
+from ithaka.layout import forward_layout, smallest_ring
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
-from ithaka.plan.read_config import read_json
-from ithaka.plan.search import forward_layout, smallest_ring
 from ithaka.run import launch
 from ithaka.run.shapes import read_shape
 from ithaka.weights.formats import read_base_metadata
@@ -204,7 +204,9 @@ def _evaluate_rank(
     cp = dist.get_world_size()
     ring = max(smallest_ring(cp, shape.heads) for shape in shapes)  # the same for both models
     dtype = default_dtype(default_device().type == "cuda")
-    layouts = [forward_layout(shape, cp, longest, dtype, ring) for shape in shapes]
+    layouts = [
+        forward_layout(shape.heads, shape.head_dim, cp, longest, dtype, ring) for shape in shapes
+    ]
     mesh = make_mesh(cp, ring=ring)
     model = build_model(directory, mesh, layouts[0], trains=False)
     report = (

@@ -16,7 +16,7 @@ from ithaka.config import ConfigError
 from ithaka.data.documents.dialects import BadRecord, parse_tools, to_messages
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.evaluate.run import prepare_model
-from ithaka.layout import default_dtype
+from ithaka.facts.dtypes import default_dtype
 from ithaka.weights.load import check_finite
 from ithaka.weights.pretrained import load_pretrained
 

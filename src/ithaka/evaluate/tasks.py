@@ -23,7 +23,7 @@ from ithaka.data.cache import tokenize
 from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
 from ithaka.data.tokenizer import Tokenizer
-from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.model.distillation import token_divergences
 from ithaka.model.logprobs import token_logprobs
 

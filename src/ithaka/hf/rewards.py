@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.foreign.hugging_face import set_vllm_weights
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import Layout
 from ithaka.model import build
 from ithaka.model.distillation import distill

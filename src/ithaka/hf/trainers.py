@@ -30,6 +30,7 @@ from ithaka.checkpoint.save import drop_states, plain_moments, trained_weights, 
 from ithaka.comm.agree import ask_rank_0, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, input_error
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.foreign.hugging_face import mark_as_prepared
 from ithaka.hf.arguments import (
     ADAMW_8BIT,
@@ -42,7 +43,6 @@ from ithaka.hf.arguments import (
 )
 from ithaka.hf.rewards import DistillationMixin, DPOMixin, GRPOMixin, KTOMixin, group_processes
 from ithaka.inputs.calls import KERNEL_ARGUMENTS
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.optimizers import adamw8bit_class
 from ithaka.model.prefixes import shared_logprobs

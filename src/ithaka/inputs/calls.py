@@ -27,6 +27,7 @@ from ithaka.blocks.tiles import PARAMETERS_CHANGED
 from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.facts.dtypes import check_dtype
 from ithaka.foreign.torch_core import (
     HOOK_DICTS,
     get_compile_callback,
@@ -48,7 +49,7 @@ from ithaka.inputs.shard import (
     select_own_tokens,
     to_integers,
 )
-from ithaka.layout import Layout, check_dtype
+from ithaka.layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

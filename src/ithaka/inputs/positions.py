@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ithaka.config import ConfigError, RopeConfig
-from ithaka.plan.read_config import yarn_factor
+from ithaka.facts.families import yarn_factor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from ithaka.attention.docs import Docs
 from ithaka.comm.exchange import all_gather, to_sequence_order
 from ithaka.comm.mesh import Mesh
-from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.plan.shape import span_pairs
+from ithaka.facts.attention import span_pairs
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.sharding.tokens import TokenSharding, shard_tokens
 
 INPUTS = (
@@ -34,12 +34,6 @@ INPUTS = (
     "shift_labels",
     "parents",
 )
-
-# Arguments for images and for videos: pixels, and patches in time, height and width.
-MEDIA = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
 
 
 @dataclass(frozen=True)
@@ -422,26 +416,3 @@ def count_pairs(
             pairs = sum(count * span_pairs(*span, window) for span, count in spans.items())
             total += layers * pairs
     return total
-
-
-def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
-    """Return the first frame of each rank, [num_ranks + 1]; ranks get about as many patches."""
-    ends_f = patches_f.cumsum(0)
-    ranks = torch.arange(num_ranks + 1)
-    total = int(patches_f.sum())
-    cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
-    cuts[-1] = len(patches_f)
-    return cuts
-
-
-class OwnPixels:
-    """A call's pixels, of which this rank has those it encodes. `name` identifies all of them."""
-
-    def __init__(self, part_PM: Tensor, num_patches: int, name: str) -> None:
-        self.part_PM = part_PM
-        self.shape = (num_patches, part_PM.shape[1])
-        self.name = name
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        assert len(range(self.shape[0])[rows]) == len(self.part_PM), "read for another rank"
-        return self.part_PM

@@ -25,11 +25,11 @@ from ithaka.blocks.tiles import (
     sum_dtype,
     tile_slices,
 )
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
 
-IGNORE_INDEX = -100
 ROW_ALIGNMENT = 64  # elements in which the rows of logits are allocated
 
 

@@ -24,10 +24,10 @@ from torch.autograd.graph import GradientEdge
 from ithaka.blocks.block import BlockSpec
 from ithaka.blocks.tiles import GradSum
 from ithaka.config import ConfigError
+from ithaka.facts.attention import AttentionKind
 from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.store import TensorHandle
 from ithaka.layout import ActivationPolicy
-from ithaka.plan.shape import AttentionKind
 
 Call = TypeVar("Call")  # of one kind of mixer, in a layer's own forward
 State = TypeVar("State")  # of a mixer, in one call

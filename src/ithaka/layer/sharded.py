@@ -16,8 +16,8 @@ from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.score_blocks import MaskRange
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError, renaming
+from ithaka.facts.heads import EMPTY_SLOT, flatten_heads, head_table
 from ithaka.layer.stages import ExchangedAttention
-from ithaka.sharding.heads import EMPTY_SLOT, flatten_heads, head_table
 from ithaka.sharding.tokens import contiguous_sharding
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, sum_dtype
 from ithaka.comm.exchange import start_heads_to_tokens, start_tokens_to_heads
+from ithaka.facts.heads import HeadTable, KvRead, Stage
 from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.phases import MemoryCategory, allocating_for
-from ithaka.sharding.heads import HeadTable, KvRead, Stage
 
 
 def join_slots(outs_ctnK: Sequence[Tensor]) -> Tensor:

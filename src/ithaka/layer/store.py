@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ithaka.comm.mesh import use_device
+from ithaka.facts.dtypes import float8_bytes
 from ithaka.layer.disk import DiskFile
 from ithaka.layer.slabs import Event, SlabPool, SlabRange
-from ithaka.layout import float8_bytes
 from ithaka.ops import float8
 from ithaka.phases import MemoryCategory, phase, set_category
 

@@ -21,6 +21,8 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.blocks.linear import Linear, LinearBlock, as_linear
 from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.facts.attention import AttentionKind
+from ithaka.facts.heads import Heads, Stage, concat_heads, flatten_heads, head_table
 from ithaka.layer.inputs import CallState
 from ithaka.layer.mixer import MixerCall, MixerSpec, ProbedLayer, StageOutput, Tiles
 from ithaka.layer.schedule import LayerSchedule
@@ -28,8 +30,6 @@ from ithaka.layer.stages import StagedAttention, join_slots
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.mixers.attention_call import AttentionCall, AttentionTap, attends_to, read_mask
 from ithaka.phases import phase
-from ithaka.plan.shape import AttentionKind
-from ithaka.sharding.heads import Heads, Stage, concat_heads, flatten_heads, head_table
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from transformers.utils import ModelOutput
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.facts.machine import available_memory
 from ithaka.foreign.hugging_face import attention_of, set_attention
 from ithaka.foreign.torch_core import forward_pre_hooks
 from ithaka.inputs.calls import CallChecker, compute_dtype, evaluating
 from ithaka.ops.fourbit import unpacked
-from ithaka.plan.hardware import available_memory
 
 MAX_UNCACHED_TOKENS = 512  # without a cache, each token costs a forward over all tokens so far
 

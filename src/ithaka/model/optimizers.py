@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from ithaka.config import OptimConfig
-from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
+from ithaka.facts.sizes import MOMENT_BLOCK, has_moment_blocks
 
 
 @cache

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.facts.attention import span_pairs
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs.forest import MIN_TOKENS, build_forest, path_to
-from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.layer.loss import TokenResults
 from ithaka.layout import check_size
 from ithaka.model.logprobs import token_logprobs_and_aux
-from ithaka.plan.shape import StepShape, span_pairs
 from ithaka.roots.find import find_root
 
 
@@ -31,11 +32,6 @@ class PackedPrefixes:
     indices: list[Tensor]  # per sequence: positions of its tokens in the packed sequence
     lengths: tuple[int, ...]  # tokens of each sequence
     spans: tuple[tuple[int, int], ...]  # per node: tokens of its ancestors, and its own
-
-    @property
-    def work(self) -> StepShape:
-        """The work to plan for (`SearchSpace.choose`)."""
-        return StepShape(self.num_tokens[1], spans=self.spans)
 
     @property
     def num_tokens(self) -> tuple[int, int]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.facts.sizes import CHUNK_TOKENS
 from ithaka.ops.fused import launch, power_of_two, runs_in_triton
-from ithaka.plan.mixers import CHUNK_TOKENS
 
 try:
     import triton

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.layout import FLOAT8_BLOCK, STAGED_BYTES, float8_bytes
+from ithaka.facts.dtypes import FLOAT8_BLOCK, STAGED_BYTES, float8_bytes
 from ithaka.ops.fused import launch, runs_in_triton
 
 try:

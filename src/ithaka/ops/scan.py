@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.facts.sizes import CHUNK_TOKENS, SEGMENT_ROWS
 from ithaka.ops.state_graph import LocalDocs, Piece, wide
-from ithaka.plan.mixers import CHUNK_TOKENS, SEGMENT_ROWS
 
 TRIAL_TOKENS = 150
 TRIAL_TOLERANCE = 0.02  # relative norm of a difference; bf16 explains about a third

@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ithaka.facts.sizes import SSD_SEGMENT
 from ithaka.ops.scan import (
     TRIAL_TOKENS,
     Decays,
@@ -34,7 +35,6 @@ from ithaka.ops.scan import (
 )
 from ithaka.ops.ssd_kernels import FusedSsdSegment, runs_ssd_kernels
 from ithaka.ops.state_graph import wide
-from ithaka.plan.mixers import SSD_SEGMENT
 
 
 class SsdInputs(NamedTuple):

@@ -8,16 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ithaka.layout import RESERVE_BYTES, STAGED_BYTES, Layout
+from ithaka.facts.dtypes import STAGED_BYTES
+from ithaka.facts.sizes import EMBEDDING_RUN, PATCHES_PER_TILE, RESERVE_BYTES, logits_tile_tokens
+from ithaka.layout import Layout
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, layer_peaks, layer_sizes
-from ithaka.plan.shape import PATCHES_PER_TILE, Correction, Encoder, ModelShape, StepShape
+from ithaka.plan.shape import Correction, Encoder, ModelShape, StepShape
 
-LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
-LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
-MATMUL_ROWS = 128  # matmuls are faster with a multiple of this many rows
-# tokens whose gradients PyTorch's embedding backward sums into one row of its buffer
-EMBEDDING_RUN = 10
 RESERVE_SHARE = 0.05  # fraction of the GPU lost to fragmentation
 HOST_RESERVE_SHARE = 0.05  # fraction of a node's memory for the system and file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
@@ -122,15 +119,6 @@ def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
         host_bytes=hardware.host_bytes,
         disk_bytes=hardware.disk_bytes,
     )
-
-
-def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
-    """Return the tokens in a tile of the loss. `row_bytes`: bytes of one token's logits. Every tile
-    reads and writes the gradient of lm_head, so large tiles are faster. They grow with the layers'
-    tiles, which the planner sizes."""
-    least, most = (num_bytes // row_bytes for num_bytes in LOGITS_TILE_BYTES)
-    tokens = min(max(min(tile_tokens or s, s) // LOGITS_TILES_PER_TILE, least), most)
-    return min(s, tokens // MATMUL_ROWS * MATMUL_ROWS or max(tokens, 1))
 
 
 def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:

@@ -9,22 +9,18 @@ verified". Capacities are the smallest in PyTorch's out-of-memory messages of pu
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ithaka.config import ConfigError
-from ithaka.plan.read_config import read_json
+from ithaka.facts.attention import EFFICIENT_HEAD_DIMS, HEAD_DIMS
+from ithaka.facts.model_files import read_json
 
 GIB = 2**30
 GPUS_PER_NODE = 8
@@ -59,8 +55,6 @@ KERNEL_NAMES = {
     "eager": "matmuls in TF32",
     "reference": "the fp64 reference",
 }
-HEAD_DIMS = (256, 8)  # (maximum, required multiple) of FlashAttention and cuDNN
-EFFICIENT_HEAD_DIMS = (1024, 8)  # of the memory-efficient kernel
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
@@ -387,7 +381,7 @@ def find_hardware(
     return dataclasses.replace(hardware, gpu=gpu, **capacities)
 
 
-# ---- this machine: measured rates; memory within the limits of its cgroups, cores and disk
+# ---- this machine: measured rates
 
 
 def profile_path(name: str) -> Path:
@@ -404,60 +398,3 @@ def with_profile(gpu: Gpu) -> Gpu:
     saved = read_gpu(file)
     rates = {name: getattr(saved, name) for name in (*RATES, "kernel", "source")}
     return dataclasses.replace(gpu, **rates)
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may still allocate."""
-    return min([psutil.virtual_memory().available, *cgroup_rooms()])
-
-
-def free_disk(folder: Path | None) -> int:
-    """Free bytes on the disk of `folder`. None: the system's temporary directory."""
-    return shutil.disk_usage(folder or tempfile.gettempdir()).free
-
-
-def ask_driver(index: int) -> tuple[str, int]:
-    """Name and bytes of this process's CUDA device `index`, as CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER count. Creates no context, but forks cannot use CUDA afterward."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    device = ctypes.c_int()
-    name = ctypes.create_string_buffer(256)
-    num_bytes = ctypes.c_size_t()
-    errors = (
-        driver.cuInit(0),
-        driver.cuDeviceGet(ctypes.byref(device), index),
-        driver.cuDeviceGetName(name, len(name), device),
-        driver.cuDeviceTotalMem_v2(ctypes.byref(num_bytes), device),
-    )
-    if any(errors):
-        raise RuntimeError(f"the CUDA driver returned error {next(filter(None, errors))}")
-    return name.value.decode(), num_bytes.value
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cgroup_rooms(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> list[int]:
-    """Bytes that each cgroup (v2) of this process still allows. File cache counts as free."""
-    # In a container its own cgroup is the root, whatever the path.
-    inside = root / "".join(line[4:] for line in _read_lines(own) if line.startswith("0::/"))
-    below = [folder for folder in (inside, *inside.parents) if root in folder.parents]
-    rooms = []
-    for group in (root, *below):
-        allowed = _read_lines(group / "memory.max")
-        used = _read_lines(group / "memory.current")
-        if used and allowed and allowed[0].isdigit():
-            stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
-            rooms.append(max(0, int(allowed[0]) - int(used[0]) + int(stat.get("inactive_file", 0))))
-    return rooms
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

@@ -15,19 +15,11 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from ithaka.facts.heads import count_slots
+from ithaka.facts.sizes import BLOCK_TOKENS, CALL_TOKENS, WHOLE_TOKENS, ring_round_tokens
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import ModelShape
-from ithaka.sharding.heads import count_slots
-from ithaka.sharding.tokens import ring_round_tokens
 
-# Rows of a query block in attention/blocks.py, forward and backward, at head dim 128; other head
-# dims: as many bytes.
-BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
-# Rows per kernel call, over all its heads, where the kernel writes to our buffers and documents or
-# windows are at most WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, in which a
-# GPU attends to 200 documents of 2K tokens; up to 128K, full documents run 1 to 4 % faster.
-CALL_TOKENS = 512 * 1024
-WHOLE_TOKENS = 256 * 1024
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 

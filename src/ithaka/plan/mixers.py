@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
+from ithaka.facts.attention import AttentionKind
+from ithaka.facts.sizes import CHUNK_TOKENS, SEGMENT_ROWS, SSD_SEGMENT
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.layer_bytes import (
     LayerBytes,
@@ -17,14 +19,11 @@ from ithaka.plan.layer_bytes import (
     attention_points,
 )
 from ithaka.plan.seconds import LayerSeconds
-from ithaka.plan.shape import AttentionKind, MixerCost, ModelShape, StepShape
+from ithaka.plan.shape import MixerCost, ModelShape, StepShape
 
-# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment.
-# Then a segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states
-# (K by K + V per chunk) and chunk matrices, counted by hand in the kernels, and on a CPU.
-CHUNK_TOKENS = 64
-SEGMENT_ROWS = 2**18
-SSD_SEGMENT = 2  # rows of a segment of Mamba2 (ops/ssd.py), in SEGMENT_ROWS
+# Buffers of a segment of the gated delta rule in the sum dtype, forward and backward: vectors
+# (K + V per row), states (K by K + V per chunk) and chunk matrices, counted by hand in the kernels,
+# and on a CPU.
 SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
 PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
 PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))

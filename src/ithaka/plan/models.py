@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.hub import HUB_ID, split_revision
+from ithaka.facts.model_files import HUB_ID, parse_json, read_json, split_revision
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
-from ithaka.plan.read_config import parse_json, read_json
 from ithaka.plan.shape import Encoder, MeasuredLayer, ModelShape
 
 HUB_TIMEOUT_S = 5.0

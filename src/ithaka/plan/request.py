@@ -11,8 +11,8 @@ import yaml
 
 from ithaka.config import SECTIONS, Config, ConfigError, format_value, parse_count, to_dict
 from ithaka.config.units import format_tokens
+from ithaka.facts.families import POSITIONS, WITHOUT_ROPE, yarn_factor
 from ithaka.plan.models import hub_id
-from ithaka.plan.read_config import POSITIONS, WITHOUT_ROPE, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import MAX_TRACES, Tracer, choose_traced

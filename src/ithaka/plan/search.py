@@ -23,19 +23,20 @@ from itertools import product
 from typing import Any
 
 from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.facts.attention import AttentionKind
 from ithaka.layout import (
     FIELDS,
     Layout,
     Tier,
     check_parallelism,
+    forward_layout,
     layout_values,
     settings_from_layout,
-    smallest_ring,
 )
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
-from ithaka.plan.shape import AttentionKind, ModelShape, StepShape
+from ithaka.plan.shape import ModelShape, StepShape
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 TILE_BYTES = 2**29  # of x in the largest tile, whatever its width: enough to outweigh its launches
@@ -48,7 +49,6 @@ CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk
 UNLIMITED_BYTES = 2**60
 MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
-MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 
 Candidate = Mapping[str, Any]  # fields of a layout
 Fixed = Mapping[str, Any]  # those that somebody gave
@@ -573,16 +573,5 @@ def shape_to_train(
 
 
 def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan:
-    layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
+    layout = forward_layout(shape.heads, shape.head_dim, hardware.num_gpus, work.tokens, "bfloat16")
     return Plan(shape, layout, hardware, replace(work, trains=False))
-
-
-def forward_layout(
-    shape: ModelShape, cp: int, tokens: int, dtype: str, ring: int | None = None
-) -> Layout:
-    """All ranks share each sequence. All heads at once while their tensors are small, which is
-    faster; otherwise one head per rank."""
-    ring = ring or smallest_ring(cp, shape.heads)
-    is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
-    stage = cp // ring if is_long else None
-    return Layout(cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)

@@ -14,11 +14,13 @@ import operator
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from ithaka.facts.attention import AttentionKind
+from ithaka.facts.sizes import logits_tile_tokens
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.bytes import logits_tile_tokens, plan_kind
+from ithaka.plan.bytes import plan_kind
 from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, SLOW_HEAD_DIM, SLOW_KERNELS, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
-from ithaka.plan.shape import AttentionKind, Encoder, MixerCost, ModelShape, StepShape
+from ithaka.plan.shape import Encoder, MixerCost, ModelShape, StepShape
 
 # Fractions of the hardware's matmul rate, forward and backward.
 LAYER_SHARE = 0.73  # dense matmuls of layers with blocks
@@ -468,3 +470,20 @@ def _loss_seconds(
     exchange += reduce_seconds(trained_head * layout.sum_bytes, hardware, layout.replicas)
     matmuls = (2 + (trained_head > 0)) * matmul
     return Seconds(linear=matmuls + layer.move(LOGIT_PASSES * all_logits + sums), exchange=exchange)
+
+
+def planned_shares(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> dict[tuple[str, ...], float]:
+    """Shares of a micro-step's planned time, by phase: each layer's forward and backward, and the
+    loss."""
+    seconds: dict[tuple[str, ...], float] = {}
+    keeps = layout.layer_policies(shape.num_layers)
+    for i, (mixer, kept) in enumerate(zip(shape.mixers, keeps, strict=True)):
+        forward, backward = layer_seconds(shape, layout, hardware, work, mixer, kept)
+        seconds[f"layer {i}", "forward"] = forward.total
+        seconds[f"layer {i}", "backward"] = backward.total
+    step = step_seconds(shape, layout, hardware, work)
+    total = step.total - step.update
+    seconds[("loss forward",)] = total - sum(seconds.values())
+    return {path: path_s / total for path, path_s in seconds.items()}

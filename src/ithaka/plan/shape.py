@@ -14,22 +14,15 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.base_formats import BASE_FORMATS, BaseFormat
+from ithaka.facts.attention import AttentionKind, span_pairs
+from ithaka.facts.families import DECODER, ROOTS, RootKind
+from ithaka.facts.sizes import MOMENT_BLOCK
 from ithaka.layout import Layout
-from ithaka.plan.read_config import DECODER, ROOTS, RootKind
-
-PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
-FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
-MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
-
-
-def has_moment_blocks(shape: Sequence[int]) -> bool:
-    """Whether optim.name=adamw8bit stores the moments of a parameter in 8 bits."""
-    return len(shape) > 1 and math.prod(shape[1:]) % MOMENT_BLOCK == 0
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A layer as model/measure.py measures it: the largest layer's bytes, the mean of costs.
+    """A layer as trace/measure.py measures it: the largest layer's bytes, the mean of costs.
 
     The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per
     token, in 16 bits.
@@ -88,17 +81,6 @@ class Encoder:
     moved: int  # bytes that element-wise kernels move, forward
     backward_moved: int  # with its forward
     is_frozen: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionKind:
-    """The attention of some layers, as far as it matters to kernels."""
-
-    head_dim: int
-    group: int = 1  # query heads per kv head
-    # Tokens that a query attends to, with its own (or the size of a chunk); None: all.
-    window: int | None = None
-    softcap: float | None = None
 
 
 class MixerCost:
@@ -480,13 +462,3 @@ class StepShape:
         if window is None or window >= length:
             return self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
-
-
-def span_pairs(earlier: int, length: int, window: int | None = None) -> int:
-    """Return the query-key pairs of `length` tokens that also attend to `earlier` earlier ones."""
-
-    def count(tokens: int) -> int:
-        reach = tokens if window is None else min(tokens, window)
-        return reach * tokens - reach * (reach - 1) // 2
-
-    return count(earlier + length) - count(earlier)

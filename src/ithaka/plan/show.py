@@ -19,14 +19,16 @@ from ithaka.config.units import (
     wrap_columns,
     wrap_list,
 )
-from ithaka.layout import FIELDS, RESERVE_BYTES
+from ithaka.facts.attention import AttentionKind, span_pairs
+from ithaka.facts.families import unscaled_positions
+from ithaka.facts.sizes import RESERVE_BYTES
+from ithaka.layout import FIELDS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_SHARE
 from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, SLOW_KERNELS, join_kernels
 from ithaka.plan.layer_bytes import sizes_by_layer
-from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import AttentionKind, StepShape, span_pairs
+from ithaka.plan.shape import StepShape
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with
 # what is free.

@@ -1,5 +1,5 @@
 """What one rank's training step allocates, computes and moves: recorded from the code that runs
-(profile/record_trace.py).
+(trace/record_trace.py).
 
 A trace is a list of segments: the embedding, the forward of each layer, the loss, the backward of
 each layer, and the update. It has few layers, at least one of each kind; `unroll` repeats them to

@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ithaka.config.units import format_bytes
 from ithaka.phases import Listener, MemoryCategory, PhasePath
-from ithaka.plan.search import Plan
 
 MAP_POINTS = 800  # samples over the step
 NUM_LARGEST = 10  # rows in the list of allocations at the peak
@@ -204,15 +203,15 @@ class MemoryMap(PhaseLog, CategoryListener):
         return list(highest.values())
 
 
-def sum_planned_by_category(plan: Plan) -> dict[str, int]:
-    """Bytes by category on one rank at the planned peak."""
+def sum_planned_by_category(ledger: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by category on one rank at the planned peak. `ledger`: the plan's, of one GPU."""
     categories = {
         "layer weights": MemoryCategory.UNSHARDED,
         "tiles": MemoryCategory.MLP,
         "kept activations": MemoryCategory.KEPT,
     }
     planned: Counter[str] = Counter()
-    for name, num_bytes in plan.ledger.gpu.items():
+    for name, num_bytes in ledger.items():
         planned[categories.get(name, name)] += num_bytes if name != "reserve" else 0
     return {category: num_bytes for category, num_bytes in planned.items() if num_bytes}
 

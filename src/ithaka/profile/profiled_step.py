@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ithaka
 from ithaka.config.units import format_bytes
+from ithaka.facts.machine import num_cores
 from ithaka.phases import PhasePath, listening
-from ithaka.plan.hardware import num_cores
 from ithaka.profile.live import AllocatorHistory, LiveBytes
 from ithaka.profile.memory import PhaseLog, format_peak
 

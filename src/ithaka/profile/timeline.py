@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,8 +12,6 @@ import torch
 
 from ithaka.comm.mesh import use_device
 from ithaka.phases import Listener, PhasePath, listening
-from ithaka.plan.search import Plan
-from ithaka.plan.seconds import layer_seconds
 
 T = TypeVar("T")
 Mark = torch.cuda.Event | float  # on a CPU, a time
@@ -102,20 +100,20 @@ class StepProgress:
 
 
 class Progress(Listener):
-    """Calls `report` every `every_s` seconds of a step, in a thread. `plan`: of one micro-step."""
+    """Calls `report` every `every_s` seconds of a step, in a thread. `shares`: of a micro-step's
+    planned time, by phase."""
 
     every_s = 30.0
 
     def __init__(
         self,
-        plan: Plan,
+        shares: Mapping[PhasePath, float],
         micro_steps: int,
         device: torch.device,
         report: Callable[[StepProgress], None],
     ) -> None:
         self.device = device
         self.report = report
-        shares = compute_planned_shares(plan)
         self.shares = {path: share / micro_steps for path, share in shares.items()}
 
     @contextmanager
@@ -165,18 +163,3 @@ class Progress(Listener):
             # It counts down within a layer.
             eta_s = max(0.0, share_s / share - elapsed_s) if share else None
             self.report(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, eta_s))
-
-
-def compute_planned_shares(plan: Plan) -> dict[PhasePath, float]:
-    """Shares of a micro-step's planned time: each layer's forward and backward, and the loss."""
-    seconds: dict[PhasePath, float] = {}
-    shape = plan.shape
-    layout = plan.layout
-    keeps = layout.layer_policies(shape.num_layers)
-    for i, (mixer, kept) in enumerate(zip(shape.mixers, keeps, strict=True)):
-        forward, backward = layer_seconds(shape, layout, plan.hardware, plan.work, mixer, kept)
-        seconds[f"layer {i}", "forward"] = forward.total
-        seconds[f"layer {i}", "backward"] = backward.total
-    total = plan.seconds.total - plan.seconds.update
-    seconds[("loss forward",)] = total - sum(seconds.values())
-    return {path: path_s / total for path, path_s in seconds.items()}

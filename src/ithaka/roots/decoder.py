@@ -27,6 +27,8 @@ from ithaka.blocks.norm import find_norm
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.facts.families import VISION_FAMILIES
+from ithaka.facts.sizes import IGNORE_INDEX, logits_tile_tokens
 from ithaka.foreign.torch_core import is_compiled
 from ithaka.inputs.calls import (
     CallCounts,
@@ -40,22 +42,12 @@ from ithaka.inputs.positions import check_positions
 from ithaka.inputs.shard import GatherTokens, Share, select_own_tokens, shard_batch
 from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
-from ithaka.layer.loss import (
-    IGNORE_INDEX,
-    Distilled,
-    GraphHead,
-    Head,
-    LinearHead,
-    ScaledHead,
-    TokenResults,
-)
+from ithaka.layer.loss import Distilled, GraphHead, Head, LinearHead, ScaledHead, TokenResults
 from ithaka.layer.passes import compute_like_autocast
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.mixers.scan_call import SsdTap
 from ithaka.phases import mark_backward, phase
-from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.read_config import VISION_FAMILIES
 from ithaka.roots.head import BareModule, find_balancing_loss, has_linear_head, run_after_layers
 from ithaka.roots.probe import probe_layers
 from ithaka.roots.recorder import Recorder, copy_config, randomized_copy, refusal

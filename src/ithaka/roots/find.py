@@ -6,9 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.facts.families import VISION_FAMILIES
 from ithaka.foreign.torch_core import COMPILED_MODULE
 from ithaka.layout import check_parallelism
-from ithaka.plan.read_config import VISION_FAMILIES
 from ithaka.roots.decoder import Decoder
 from ithaka.roots.root import Root
 from ithaka.roots.video_families import find_family

@@ -23,6 +23,7 @@ from ithaka.blocks.dropout import DropoutState
 from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.facts.attention import AttentionKind
 from ithaka.inputs.calls import (
     CallCounts,
     ReadCall,
@@ -36,7 +37,6 @@ from ithaka.layer.mixer import LayerSpec, MixerSpec
 from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.shape import AttentionKind
 from ithaka.weights.adapters import ADAPTER_PREFIX, check_adapters
 
 if TYPE_CHECKING:

@@ -25,22 +25,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ithaka.blocks.tiles import GradSum
 from ithaka.comm.exchange import start_uneven_all_to_all
 from ithaka.comm.mesh import Mesh
+from ithaka.facts.families import MEDIA
+from ithaka.facts.sizes import FRAME_PATCHES, PATCHES_PER_TILE
 from ithaka.foreign.hugging_face import replace_deepstack
 from ithaka.inputs.calls import CallCounts, CheckedCall, ReadCall
-from ithaka.inputs.shard import (
-    MEDIA,
-    OwnPixels,
-    Share,
-    divide_frames,
-    select_own_tokens,
-    split_positions,
-    to_integers,
-)
+from ithaka.inputs.media import OwnPixels, divide_frames
+from ithaka.inputs.shard import Share, select_own_tokens, split_positions, to_integers
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
 from ithaka.phases import mark_backward, phase
-from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
 from ithaka.roots.decoder import Decoder, DecoderInputs
 from ithaka.roots.root import Root
 

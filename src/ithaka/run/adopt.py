@@ -24,8 +24,8 @@ from ithaka.config import (
 from ithaka.config.base_formats import required_base
 from ithaka.config.fields import Section
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
+from ithaka.facts.model_files import read_json
 from ithaka.hub import fetch_model
-from ithaka.plan.read_config import read_json
 from ithaka.run import launch
 from ithaka.run.draft import AUTO, Draft, check_path
 from ithaka.run.rules import check_settings

@@ -39,8 +39,8 @@ from ithaka.exits import (
     exit_code_for,
     is_disk_full,
 )
+from ithaka.facts.machine import num_cores
 from ithaka.foreign.hugging_face import TORCHAO_LOGGERS
-from ithaka.plan.hardware import num_cores
 from ithaka.run.streams import call_in_time, discard_output, write_stderr
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def detect_gpu() -> tuple[str, int] | None:
         return None
     index = int(os.environ.get("LOCAL_RANK", "0")) % num_gpus()
     query = (
-        "import json; from ithaka.plan.hardware import ask_driver; "
+        "import json; from ithaka.facts.machine import ask_driver; "
         f"print(json.dumps(ask_driver({index})))"
     )
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {query}"]

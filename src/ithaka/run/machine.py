@@ -8,15 +8,8 @@ from collections.abc import Sequence
 
 from ithaka.attention.choose import expected_kernel
 from ithaka.config import Config, ConfigError, check_writable
-from ithaka.plan.hardware import (
-    GPUS,
-    Hardware,
-    available_memory,
-    find_gpu,
-    free_disk,
-    gpu_named,
-    with_profile,
-)
+from ithaka.facts.machine import available_memory, free_disk
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, with_profile
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 

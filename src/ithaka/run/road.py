@@ -30,10 +30,10 @@ from ithaka.config import (
     to_yaml,
 )
 from ithaka.exits import TransientError
+from ithaka.facts.model_files import read_json
 from ithaka.hub import complete_snapshot, model_files
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape
 from ithaka.plan.trace import choose_traced, correct

@@ -12,9 +12,8 @@ from typing import Any
 
 from ithaka.config import AdapterConfig, Config
 from ithaka.config.base_formats import check_quantization, required_base
-from ithaka.hub import HUB_ID
+from ithaka.facts.model_files import GIVE_MODEL, HUB_ID, check_values, read_json
 from ithaka.plan.models import find_config, find_known_shape, shape_from_json, shape_to_json
-from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.plan.trace import Peaks, Tracer, read_cache, read_traced, write_cache
@@ -56,7 +55,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 def _measure(values: str, source: str) -> ModelShape:
     if (stored := read_cache("shape", values)) is not None:
         return shape_from_json(stored)
-    from ithaka.model.measure import measure_model  # late: it imports torch
+    from ithaka.trace.measure import measure_model  # late: it imports torch
 
     shape = measure_model(json.loads(values), source)
     write_cache(shape_to_json(shape), "shape", values)

@@ -15,18 +15,17 @@ from torch.optim import Optimizer
 from ithaka.comm.ghost import GHOST, ghost_rank
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig
+from ithaka.facts.sizes import CALL_TOKENS, ROUND_TOKENS, ROUNDS
 from ithaka.model.build import build_model, keep_layers, read_layers
 from ithaka.model.distillation import use_reference
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import choose_neighbors
 from ithaka.phases import phase
-from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
 from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest, can_trace
-from ithaka.profile.record_trace import ghost_store, trace_step
 from ithaka.roots.probe import probing_once
-from ithaka.sharding.tokens import ROUND_TOKENS, ROUNDS
+from ithaka.trace.record_trace import ghost_store, trace_step
 
 # per rank: a longer sequence is extrapolated from two short ones, which have tiles of all kinds
 TILES = (4, 6)

@@ -19,11 +19,11 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+from ithaka.facts.sizes import ring_round_tokens
+
 # Documents with more than this fraction of a member's attention are cut. Tried in this order.
 CUT_THRESHOLDS = (1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0.0)
 MAX_IMBALANCE = 1.05
-ROUNDS = 8  # rounds to send a member's tokens
-ROUND_TOKENS = 32768  # minimum tokens per round: kernels are slow on few keys
 
 TokenRange = tuple[int, int]  # first token, number of tokens
 
@@ -168,10 +168,6 @@ class RingRound:
     @property
     def num_sent(self) -> list[int]:
         return list(map(_count_tokens, self.sent))
-
-
-def ring_round_tokens(member_tokens: int) -> int:
-    return max(ROUND_TOKENS, -(-member_tokens // ROUNDS))
 
 
 def ring_rounds(

@@ -32,9 +32,10 @@ from ithaka.config.units import format_bytes
 from ithaka.data.pack import Packing
 from ithaka.data.stream import tokens_per_round
 from ithaka.exits import ExitCode
+from ithaka.facts.machine import available_memory
 from ithaka.foreign.torch_distributed import default_store, find_flight_recorder
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
+from ithaka.plan.hardware import GPUS, Hardware, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.timeline import DeviceTimeline, Mark
 from ithaka.run.launch import Outcome, exit_rank

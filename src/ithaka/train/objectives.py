@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ithaka.comm.mesh import Mesh
 from ithaka.config import LossConfig
 from ithaka.data.batch import Batch, num_valid
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs.shard import count_pairs, pack_batch, shard_label_values
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.distillation import distill
 from ithaka.ops.divergence import Criterion
 from ithaka.roots.decoder import ParallelOutput

@@ -11,15 +11,16 @@ from typing import Any, Literal
 from ithaka.config import write_atomic
 from ithaka.config.units import format_bytes, format_json, plural
 from ithaka.data.batch import Batch
+from ithaka.facts.heads import count_slots
 from ithaka.inputs.shard import count_pairs
 from ithaka.layout import Layout
 from ithaka.plan.hardware import gpu_named
 from ithaka.plan.search import Plan
+from ithaka.plan.seconds import planned_shares
 from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.profiled_step import StepProfile, StepTimes, describe_machine
 from ithaka.profile.timeline import Progress
 from ithaka.run.validated import drop_reserve
-from ithaka.sharding.heads import count_slots
 from ithaka.train.agreement import Agreement, MemoryUse, StepFigures, device_peaks
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
@@ -53,7 +54,7 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
     values = {
         "layout": _describe_layout(layout, shape.num_layers),
         "stages": len(stages),
-        "peak_bytes": sum_planned_by_category(plan),
+        "peak_bytes": sum_planned_by_category(plan.ledger.gpu),
         # Of one rank.
         "host_bytes": sum(drop_reserve(plan.ledger.host).values()) // plan.hardware.gpus_per_node,
         "gpus": plan.hardware.name,  # nodes x ranks
@@ -127,11 +128,12 @@ class Watch:
         self._times: StepTimes | None = None  # recorded in the step before a profile
         self._progress: Progress | None = None
         if self.console.active:
-            work = dataclasses.replace(self.run.work, accumulate=1)
-            self.plan = Plan(self.run.shape, self.run.layout, self.run.hardware, work)
-            self._progress = Progress(
-                self.plan, self.run.config.train.accumulate, self.device, self.console.progress
-            )
+            run = self.run
+            work = dataclasses.replace(run.work, accumulate=1)
+            self.plan = Plan(run.shape, run.layout, run.hardware, work)
+            shares = planned_shares(run.shape, run.layout, run.hardware, work)
+            micro_steps = run.config.train.accumulate
+            self._progress = Progress(shares, micro_steps, self.device, self.console.progress)
             with self.console.writing("description of the machine and the plan"):
                 self._write_machine_and_plan()
 
@@ -163,7 +165,7 @@ class Watch:
         plain = self._plain_s[WARM_UP_STEPS:]
         plain_s = statistics.median(plain) if plain else None
         folder = self.run.run_dir / "profile" / f"step-{number}"
-        planned = sum_planned_by_category(self.plan)
+        planned = sum_planned_by_category(self.plan.ledger.gpu)
         summary = recorder.write(folder, number, plain_s, planned)
         self.console.print(f"Profile of step {number}, in {folder}:\n{summary}")
 

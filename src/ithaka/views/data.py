@@ -31,7 +31,7 @@ from ithaka.data.open import (
 )
 from ithaka.data.stream import SequenceStream, TrainData
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.report.page import Markup, render_page, render_table
 from ithaka.run import launch
 from ithaka.run.road import model_shape

@@ -20,8 +20,8 @@ from transformers import (
 from ithaka.blocks.experts import is_expert_module, is_stacked
 from ithaka.blocks.linear import is_linear
 from ithaka.config import AdapterConfig, ConfigError
+from ithaka.facts.families import VISION_FAMILIES
 from ithaka.ops.fourbit import packed_weights
-from ithaka.plan.read_config import VISION_FAMILIES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 
 from ithaka.comm.agree import SharedError, gather_objects
 from ithaka.config import LFS_POINTER, ConfigError, input_error
+from ithaka.facts.model_files import read_json
 from ithaka.foreign.hugging_face import (
     init_module,
     mark_as_initialized,
@@ -37,7 +38,6 @@ from ithaka.foreign.hugging_face import (
 from ithaka.foreign.torch_core import non_persistent_buffers
 from ithaka.foreign.torch_fsdp import shape_and_offset
 from ithaka.ops.fourbit import PackedWeight
-from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.weights.formats import (
     DenseWeight,

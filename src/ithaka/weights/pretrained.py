@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, ConfigError, input_error
-from ithaka.plan.read_config import read_json
+from ithaka.facts.model_files import read_json
 from ithaka.weights.adapters import auto_class
 from ithaka.weights.formats import file_format, round_weights
 

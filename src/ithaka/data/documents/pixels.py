@@ -30,8 +30,9 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from ithaka.config import ConfigError
 from ithaka.data.documents.images import PROCESSOR_FILES, Medium
-from ithaka.inputs.shard import MEDIA, OwnPixels, divide_frames
-from ithaka.plan.read_config import read_json
+from ithaka.facts.families import MEDIA
+from ithaka.facts.model_files import read_json
+from ithaka.inputs.media import OwnPixels, divide_frames
 
 DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord"}  # -> in transformers
 DEFAULT_FPS = 2.0  # if the video processor sets none

@@ -16,8 +16,8 @@ from ithaka.data.documents.dialects import BadRecord, Message
 from ithaka.data.documents.images import Medium, RecordImages
 from ithaka.data.documents.split import to_content
 from ithaka.data.documents.turns import TEMPLATE_REFUSES
-from ithaka.inputs.shard import MEDIA
-from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.facts.families import MEDIA
+from ithaka.facts.sizes import IGNORE_INDEX
 
 
 class RecordFormat(NamedTuple):

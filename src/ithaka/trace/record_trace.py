@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from ithaka.comm.ghost import GHOST, STRETCH
+from ithaka.facts.sizes import EMBEDDING_RUN
 from ithaka.foreign import torch_operators
 from ithaka.foreign.torch_core import OpOverload, TorchDispatchMode, pytree, storage_key
 from ithaka.layer import slabs
 from ithaka.layer.slabs import Slab
 from ithaka.layer.store import DiskFile, Store
 from ithaka.phases import MemoryCategory, PhasePath, PhaseState, allocating_for, count, phase
-from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Trace, TracedPart
 from ithaka.profile.live import RecordOutputs, StorageTracker, flatten, local_tensor
 from ithaka.profile.memory import Allocation, state_tensors

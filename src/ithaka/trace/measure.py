@@ -17,6 +17,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ithaka.config import ConfigError
+from ithaka.facts.families import VIDEO_SCALES
+from ithaka.facts.sizes import FRAME_PATCHES
 from ithaka.foreign import torch_operators
 from ithaka.foreign.torch_core import (
     FakeTensorMode,
@@ -42,8 +44,7 @@ from ithaka.plan.mixers import (
     SideBySideCost,
     SsdCost,
 )
-from ithaka.plan.read_config import VIDEO_SCALES
-from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, MixerCost, ModelShape
+from ithaka.plan.shape import Encoder, MeasuredLayer, MixerCost, ModelShape
 from ithaka.roots.find import find_root
 from ithaka.roots.probe import probe_once
 from ithaka.roots.recorder import LENGTHS, Recorder
