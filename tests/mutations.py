@@ -89,8 +89,8 @@ MUTATIONS = (
     Mutation(
         "stored probabilities belong to the token before",
         "model/distillation.py",
-        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape)",
-        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape) - 1",
+        "at_BN = torch.arange(ids_BNk.shape[:2].numel()).view(ids_BNk.shape[:2])",
+        "at_BN = torch.arange(ids_BNk.shape[:2].numel()).view(ids_BNk.shape[:2]) - 1",
         "test_distillation.py -k branches",
     ),
     Mutation(
@@ -224,8 +224,8 @@ MUTATIONS = (
     Mutation(
         "every rank of a cp group counts the labels",
         "train/objectives.py",
-        "torch.tensor([labels, preferences, *pairs]) * (mesh.cp_rank == 0)",
-        "torch.tensor([labels, preferences, *pairs])",
+        "torch.tensor([labels, preferences, pairs]) * (mesh.cp_rank == 0)",
+        "torch.tensor([labels, preferences, pairs])",
         "test_train_loop_step_is_exact.py -k steps_equal_plain_pytorch",
     ),
     Mutation(
@@ -701,8 +701,8 @@ MUTATIONS = (
     Mutation(
         "pairs with the ancestors of a parent are not counted",
         "inputs/shard.py",
-        "befores[parent] + sizes[parent] if parent >= 0 else 0",
-        "sizes[parent] if parent >= 0 else 0",
+        "        depths.append(before + end - start)\n",
+        "        depths.append(end - start)\n",
         "test_train_loop_console.py -k pairs_are_counted",
     ),
     Mutation(

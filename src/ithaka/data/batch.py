@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ithaka.comm.mesh import Mesh
 from ithaka.data.documents.images import Medium
 from ithaka.data.pack import (
     IMAGE_BASE,
@@ -15,6 +16,7 @@ from ithaka.data.pack import (
     PackedSequence,
     join_teachers,
 )
+from ithaka.inputs.shard import PackedBatch, PairCounts, count_pairs, pack_batch
 from ithaka.layer.loss import IGNORE_INDEX
 
 
@@ -120,6 +122,15 @@ class Batch(NamedTuple):
     images: Mapping[str, Any] = {}
     # stored ids and log-probabilities, [B, S, k]
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    # set by `pack`
+    packed: PackedBatch | None = None
+    pairs: PairCounts = PairCounts()
+
+    def pack(self, mesh: Mesh, windows: Sequence[int | None]) -> "Batch":
+        """Find the documents and count the pairs, once for all that a step does with them.
+        `windows`: sliding window of each layer."""
+        packed = pack_batch(self.inputs, self.input_ids.shape, mesh)
+        return self._replace(packed=packed, pairs=count_pairs(packed, windows))
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -130,7 +141,8 @@ class Batch(NamedTuple):
             "document_ids": self.document_ids,
             **self.images,
         }
-        return inputs if self.parents is None else inputs | {"parents": self.parents}
+        optional = {"parents": self.parents, "packed": self.packed}
+        return inputs | {name: value for name, value in optional.items() if value is not None}
 
     @property
     def num_preferences(self) -> int:

@@ -37,7 +37,13 @@ from ithaka.inputs.calls import (
     shard_expert_indices,
 )
 from ithaka.inputs.positions import check_positions
-from ithaka.inputs.shard import GatherTokens, Share, select_own_tokens, shard_batch
+from ithaka.inputs.shard import (
+    GatherTokens,
+    PackedBatch,
+    Share,
+    select_own_tokens,
+    shard_batch,
+)
 from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
 from ithaka.layer.loss import (
@@ -76,6 +82,7 @@ class ParallelOutput(ModelOutput):
     aux_loss: Tensor | None = None  # load-balancing loss of this cp group, without its coefficient
     distilled: Distilled | None = None  # this rank's share, of a call with a teacher
     hidden: Tensor | None = None  # this rank's share of the last layer's output, if asked for
+    packed: PackedBatch | None = None  # for another call with the same documents
 
 
 class DecoderInputs(NamedTuple):
@@ -211,7 +218,8 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         if "parents" in tensors and (reason := self.why_no_parents()):
             fix = "leave it out, and pass each branch as a row"
             raise ValueError(f"parents is not supported {reason}; {fix}")
-        share = shard_batch(tensors, self.model.get_input_embeddings().num_embeddings, self.mesh)
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        share = shard_batch(tensors, vocab_size, self.mesh, named.get("packed"))
         if items is not None:
             is_number = isinstance(items, int | float) and not isinstance(items, bool)
             if not (is_number and math.isfinite(items) and items >= min(share.num_valid, 1)):
@@ -231,6 +239,9 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
     def make_call(
         self, named: dict[str, Any], inputs: DecoderInputs, totals: CallCounts
     ) -> CheckedCall:
+        distillation = named.get("distillation")
+        if distillation is not None:
+            distillation = distillation.shard(inputs.share)
         divisor: float = max(totals.num_valid, 1)
         if inputs.items is not None:
             divisor = inputs.items or 1
@@ -245,7 +256,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             temperature=named.get("temperature") or 1.0,
             chosen_sLk=inputs.chosen_sLk,
             hidden_only=bool(named.get("hidden_only")),
-            distillation=named.get("distillation"),
+            distillation=distillation,
             media=inputs.media,
         )
 
@@ -287,7 +298,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         state = self._make_state(call)
         x = self.run_layers(call, state)
         if call.hidden_only:
-            return ParallelOutput(hidden=x)
+            return ParallelOutput(hidden=x, packed=share.packed)
         head, distilled = model.lm_head(x, call)
         if share.labels_s is None:
             self.guard_backward([head])
@@ -318,6 +329,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             own_loss=own.detach(),
             aux_loss=aux_loss,
             distilled=distilled,
+            packed=share.packed,
         )
 
     def _make_state(self, call: CheckedCall) -> CallState:
@@ -421,6 +433,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             docs=share.docs,
             own_loss=zero,
             aux_loss=None if self.balancing is None else zero,
+            packed=share.packed,
         )
 
     def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:

@@ -90,6 +90,11 @@ class Trainer:
 
     # ---- one step
 
+    def next_batches(self) -> list[Batch]:
+        """Return this rank's micro-batches of the next step, packed."""
+        batches = [self.data.next_batch() for _ in range(self.config.train.accumulate)]
+        return [batch.pack(self.mesh, self.run.shape.windows) for batch in batches]
+
     def advance(self, batches: Sequence[Batch]) -> Update | None:
         """Train on this rank's micro-batches. Returns None if they were skipped: no step."""
         number = self.step + 1
@@ -122,7 +127,6 @@ class Trainer:
             clip_norm=self.config.optim.clip_norm,
             mesh=self.mesh,
             objective=self.objective,
-            windows=self.run.shape.windows,
             source_names=self.data.source_names,
             seed_and_step=(self.config.train.seed, self.step + 1),
             accepts=self.bad_steps.accepts,
