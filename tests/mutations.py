@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "train_on_eos is inverted",
         "data/cache.py",
-        "eos = eos if shard.reading.train_on_eos else ~eos",
-        "eos = eos if not shard.reading.train_on_eos else ~eos",
+        "encode_tokens(eos, shard.reading.train_on_eos)",
+        "encode_tokens(eos, not shard.reading.train_on_eos)",
         "test_data_conversations.py -k prompts_are_read",
     ),
     # ---- checkpoint

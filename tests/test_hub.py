@@ -78,7 +78,7 @@ def read_batches(data, num):
     return [data.next_batch().input_ids.tolist() for _ in range(num)]
 
 def held_out(data):
-    return [sequence.tokens.tolist() for sequence in data.validation_sequences(2)]
+    return [sequence.ids.tolist() for sequence in data.validation_sequences(2)]
 
 names = {
     "hf://org/texts": "local/data/*.parquet",
