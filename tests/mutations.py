@@ -89,8 +89,8 @@ MUTATIONS = (
     Mutation(
         "stored probabilities belong to the token before",
         "model/distillation.py",
-        "at_BN = torch.arange(ids_BNk.shape[:2].numel()).view(ids_BNk.shape[:2])",
-        "at_BN = torch.arange(ids_BNk.shape[:2].numel()).view(ids_BNk.shape[:2]) - 1",
+        "at_BN = torch.arange(shape.numel()).view(shape)",
+        "at_BN = torch.arange(shape.numel()).view(shape) - 1",
         "test_distillation.py -k branches",
     ),
     Mutation(
@@ -701,8 +701,8 @@ MUTATIONS = (
     Mutation(
         "pairs with the ancestors of a parent are not counted",
         "inputs/shard.py",
-        "        depths.append(before + end - start)\n",
-        "        depths.append(end - start)\n",
+        "= depths[parent] + self.starts[parent + 1] - self.starts[parent]",
+        "= self.starts[parent + 1] - self.starts[parent]",
         "test_train_loop_console.py -k pairs_are_counted",
     ),
     Mutation(

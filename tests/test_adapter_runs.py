@@ -98,7 +98,7 @@ def train_and_record(config):
     )
     assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
-        batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
+        batches = trainer.next_batches()
         losses.append(trainer.advance(batches).result.loss)
         steps.append(batches)
     trainer.save()

@@ -71,15 +71,20 @@ class PackedBatch:
     cp_size: int
 
     @cached_property
-    def positions(self) -> Tensor:
-        """Position of each token in its document; in a forest, counted from the root."""
-        firsts = list(self.starts[:-1])
-        lengths = torch.tensor(self.starts).diff()
+    def depths(self) -> list[int]:
+        """Tokens of the ancestors of each document."""
+        depths = [0] * (len(self.starts) - 1)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                firsts[node] -= self.starts[parent + 1] - firsts[parent]
-        firsts_S = torch.tensor(firsts).repeat_interleave(lengths)
-        return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
+                depths[node] = depths[parent] + self.starts[parent + 1] - self.starts[parent]
+        return depths
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in its document; in a forest, counted from the root."""
+        starts = torch.tensor(self.starts)
+        firsts_S = (starts[:-1] - torch.tensor(self.depths)).repeat_interleave(starts.diff())
+        return torch.arange(self.num_tokens) - firsts_S[: self.num_tokens]
 
     @cached_property
     def label_table(self) -> tuple[Tensor, Tensor]:
@@ -191,21 +196,15 @@ def pack_batch(inputs: Mapping[str, Tensor | None], shape: torch.Size, mesh: Mes
 
 def count_pairs(packed: PackedBatch, windows: Sequence[int | None]) -> PairCounts:
     """Count the pairs of a batch, without padding to a multiple of cp. `windows`: of each layer."""
-    spans = Counter[tuple[int, int]]()  # tokens of ancestors, and own ones
-    depths = list[int]()  # tokens up to each document's end, with its ancestors
-    for node, (start, end) in enumerate(pairwise(packed.starts)):
-        parent = packed.parents[node] if packed.parents else -1
-        before = depths[parent] if parent >= 0 else 0
-        depths.append(before + end - start)
-        if start < packed.num_tokens:
-            spans[before, end - start] += 1
+    edges = packed.starts[: packed.starts.index(packed.num_tokens) + 1]
+    lengths = [end - start for start, end in pairwise(edges)]
+    spans = Counter(zip(packed.depths, lengths, strict=False))
 
     def count(window: int | None) -> int:
         return sum(number * span_pairs(*span, window) for span, number in spans.items())
 
-    layers = Counter(windows)
-    total = sum(layers[window] * count(window) for window in layers)
-    return PairCounts(total, count(None))
+    pairs = {window: count(window) for window in {*windows, None}}
+    return PairCounts(sum(pairs[window] for window in windows), pairs[None])
 
 
 def read_tensors(named: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ def distill(
     rows = {"input_ids": input_ids, **inputs}
     states: Tensor | tuple[Tensor, Tensor]
     if isinstance(teacher, tuple | list):
-        states = _check_stored(teacher, input_ids)
+        ids, logprobs = teacher
+        states = (ids, logprobs)
         teacher = None
     else:
         teacher = None if teacher is None else find_root(teacher).model
@@ -132,14 +133,20 @@ class Distillation:
         """Whether the loss needs no logits of a teacher."""
         return isinstance(self.states, tuple)
 
-    def shard(self, share: Share) -> "Distillation":
+    def shard(self, share: Share, shape: torch.Size) -> "Distillation":
         """Select what is stored for this rank's labels: ids and log-probabilities, [s, k]; ids of
-        -1 where there is no label."""
+        -1 where there is no label. `shape`: of input_ids."""
         if not isinstance(self.states, tuple):
             return self
         mesh = get_mesh(self.student)
         ids_BNk, logprobs_BNk = self.states
-        at_BN = torch.arange(ids_BNk.shape[:2].numel()).view(ids_BNk.shape[:2])
+        has_rows = ids_BNk.dim() == 3 and ids_BNk.shape[:2] == shape
+        if not has_rows or ids_BNk.shape != logprobs_BNk.shape:
+            ids = f"ids of shape {tuple(ids_BNk.shape)}"
+            logprobs = f"log-probabilities of shape {tuple(logprobs_BNk.shape)}"
+            fix = "pass two tensors [batch, tokens, k] for input_ids"
+            raise ConfigError(f"teacher has {ids} and {logprobs}; {fix}")
+        at_BN = torch.arange(shape.numel()).view(shape)
         at_s = shard_label_values(at_BN, mesh, share.packed, -1).to(ids_BNk.device)
         ids_sk = ids_BNk.flatten(0, 1)[at_s].masked_fill(at_s[:, None] < 0, -1)
         logprobs_sk = logprobs_BNk.flatten(0, 1)[at_s].masked_fill(ids_sk < 0, -torch.inf)
@@ -171,16 +178,6 @@ class Distillation:
         finally:
             for unit in units:
                 unit.reshard()
-
-
-def _check_stored(stored: StoredTeacher, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities. Refuses other shapes than [B, N, k]."""
-    ids, logprobs = stored
-    if ids.dim() != 3 or ids.shape[:2] != input_ids.shape or ids.shape != logprobs.shape:
-        problem = f"ids of shape {tuple(ids.shape)} and log-probabilities of shape"
-        fix = "pass two tensors [batch, tokens, k] for input_ids"
-        raise ConfigError(f"teacher has {problem} {tuple(logprobs.shape)}; {fix}")
-    return ids, logprobs
 
 
 @contextmanager

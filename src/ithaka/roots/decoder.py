@@ -90,6 +90,7 @@ class DecoderInputs(NamedTuple):
     shape: torch.Size  # of input_ids
     items: float | None  # num_items_in_batch
     chosen_sLk: Tensor | None
+    distillation: Any = None
     media: Any = None  # of vision-language models
 
 
@@ -233,15 +234,15 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         chosen_sLk = shard_expert_indices(
             experts, named.get("expert_indices"), shape, share, self.mesh
         )
-        inputs = DecoderInputs(share, shape, items, chosen_sLk)
+        distillation = named.get("distillation")
+        if distillation is not None:
+            distillation = distillation.shard(share, shape)
+        inputs = DecoderInputs(share, shape, items, chosen_sLk, distillation)
         return ReadCall(inputs, CallCounts(share.num_valid, share.num_positions, 0), fingerprint)
 
     def make_call(
         self, named: dict[str, Any], inputs: DecoderInputs, totals: CallCounts
     ) -> CheckedCall:
-        distillation = named.get("distillation")
-        if distillation is not None:
-            distillation = distillation.shard(inputs.share)
         divisor: float = max(totals.num_valid, 1)
         if inputs.items is not None:
             divisor = inputs.items or 1
@@ -256,7 +257,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             temperature=named.get("temperature") or 1.0,
             chosen_sLk=inputs.chosen_sLk,
             hidden_only=bool(named.get("hidden_only")),
-            distillation=distillation,
+            distillation=inputs.distillation,
             media=inputs.media,
         )
 
