@@ -89,8 +89,8 @@ MUTATIONS = (
     Mutation(
         "stored probabilities belong to the token before",
         "model/distillation.py",
-        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape)",
-        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape) - 1",
+        "at_BN = torch.arange(shape.numel()).view(shape)",
+        "at_BN = torch.arange(shape.numel()).view(shape) - 1",
         "test_distillation.py -k branches",
     ),
     Mutation(
@@ -224,8 +224,8 @@ MUTATIONS = (
     Mutation(
         "every rank of a cp group counts the labels",
         "train/objectives.py",
-        "torch.tensor([labels, preferences, *pairs]) * (mesh.cp_rank == 0)",
-        "torch.tensor([labels, preferences, *pairs])",
+        "torch.tensor([labels, preferences, pairs]) * (mesh.cp_rank == 0)",
+        "torch.tensor([labels, preferences, pairs])",
         "test_train_loop_step_is_exact.py -k steps_equal_plain_pytorch",
     ),
     Mutation(
@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "train_on_eos is inverted",
         "data/cache.py",
-        "eos = eos if shard.reading.train_on_eos else ~eos",
-        "eos = eos if not shard.reading.train_on_eos else ~eos",
+        "encode_tokens(eos, shard.reading.train_on_eos)",
+        "encode_tokens(eos, not shard.reading.train_on_eos)",
         "test_data_conversations.py -k prompts_are_read",
     ),
     # ---- checkpoint
@@ -701,8 +701,8 @@ MUTATIONS = (
     Mutation(
         "pairs with the ancestors of a parent are not counted",
         "inputs/shard.py",
-        "befores[parent] + sizes[parent] if parent >= 0 else 0",
-        "sizes[parent] if parent >= 0 else 0",
+        "= depths[parent] + self.starts[parent + 1] - self.starts[parent]",
+        "= self.starts[parent + 1] - self.starts[parent]",
         "test_train_loop_console.py -k pairs_are_counted",
     ),
     Mutation(

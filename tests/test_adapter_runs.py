@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ithaka.run.resolve import read_stored_settings
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,6 @@ from ithaka.config import AdapterConfig, ModelConfig
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.run import validate as checks
-from ithaka.run.resolve import read_stored_settings
 from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate
 from ithaka.weights.formats import round_weights
@@ -98,7 +98,7 @@ def train_and_record(config):
     )
     assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
-        batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
+        batches = trainer.next_batches()
         losses.append(trainer.advance(batches).result.loss)
         steps.append(batches)
     trainer.save()

@@ -4,12 +4,6 @@ import dataclasses
 
 import psutil
 import pytest
-
-from ithaka.config import ConfigError
-from ithaka.facts import machine as this_machine
-from ithaka.facts.machine import available_memory, cgroup_rooms, free_disk
-from ithaka.layout import layout_from_config
-from ithaka.run import resolve as run_module
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import (
     Run,
@@ -19,6 +13,12 @@ from ithaka.run.resolve import (
     model_shape,
     store_host_bytes,
 )
+
+from ithaka.config import ConfigError
+from ithaka.facts import machine as this_machine
+from ithaka.facts.machine import available_memory, cgroup_rooms, free_disk
+from ithaka.layout import layout_from_config
+from ithaka.run import resolve as run_module
 from ithaka.train.prepare import prepare
 from runs import tiny_run, validate
 

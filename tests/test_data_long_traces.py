@@ -10,6 +10,7 @@ from grids import diagonal
 from ithaka.config import DataConfig
 from ithaka.data import stream as data_stream
 from ithaka.data.open import describe_data, open_data
+from ithaka.data.stored_tokens import encode_tokens
 from ithaka.data.tokenizer import Tokenizer
 from templates import chat_tokenizer
 
@@ -107,7 +108,7 @@ def open_stream(tmp_path, mode, context=CONTEXT, tokenizer=TOKENIZER, **settings
 def documents_of(sequence):
     edges = [*sequence.starts.tolist(), sequence.length]
     return [
-        tuple(sequence.tokens[low:high].tolist())
+        tuple(encode_tokens(sequence.ids, sequence.targets >= 0)[low:high].tolist())
         for low, high in zip(edges, edges[1:], strict=False)
     ]
 

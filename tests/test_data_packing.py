@@ -84,6 +84,10 @@ def documents_of(shards):
     return [document for shard in shards for document in shard.documents]
 
 
+def contents(sequence):
+    return *sequence.ids, *sequence.targets
+
+
 def has_labels(shards):
     """Whether any token has a label: the first of a document has none."""
     return any(len(document) > 1 for document in documents_of(shards))
@@ -151,14 +155,12 @@ def test_documents_together_are_labelled_like_one_text():
     for one, other in zip(
         iter(apart.next_sequence, None), iter(together.next_sequence, None), strict=True
     ):
-        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(
-            one.source_ids(), other.source_ids()
-        )
+        assert contents(one) == contents(other)
+        assert np.array_equal(one.source_ids(), other.source_ids())
         # even where a document starts, except the first
-        trained = np.where(one.tokens < 0, -100, one.tokens)
         assert other.labels().tolist() == [
             -100,
-            *trained[1 : one.length],
+            *one.targets[1 : one.length],
             *[-100] * (7 - one.length),
         ]
         assert other.document_ids().tolist() == [0] * one.length + [1] * (7 - one.length)
@@ -253,13 +255,11 @@ def test_sequences_without_a_label_are_left_out_and_counted(shards, context, tog
         pack, "find_labels", lambda shards, segments, sequence, _: np.ones(sequence.max() + 1, bool)
     ):
         sequences = [every.get_sequence(i) for i in range(len(every.current_round()))]
-    expected = [
-        tuple(sequence.tokens) for sequence in sequences if (sequence.labels() != -100).any()
-    ]
+    expected = [contents(sequence) for sequence in sequences if (sequence.labels() != -100).any()]
     if not expected:
         return
     packed = labelled.current_round()
-    assert sorted(tuple(labelled.get_sequence(i).tokens) for i in range(len(packed))) == sorted(
+    assert sorted(contents(labelled.get_sequence(i)) for i in range(len(packed))) == sorted(
         expected
     )
     assert labelled.num_left_out == len(sequences) - len(expected)
@@ -274,7 +274,7 @@ def test_data_without_any_label_is_an_error_not_an_endless_loop():
     with pytest.raises(ConfigError, match=r"data.context=3 .*check data.train_on"):
         make_stream(shards, 3, seed=0).next_sequence()
     assert make_stream(shards, 3).next_sequence() is None
-    assert make_stream(shards, 4, seed=0).next_sequence().tokens.tolist() == [~1, ~2, ~3, 4]
+    assert make_stream(shards, 4, seed=0).next_sequence().targets.tolist() == [-100, -100, -100, 4]
 
 
 def test_rounds_without_labels_are_skipped(monkeypatch):
@@ -287,7 +287,7 @@ def test_rounds_without_labels_are_skipped(monkeypatch):
         ListShard([[~1] * 4]),
     ]
     stream = make_stream(shards, 4)
-    assert stream.next_sequence().tokens.tolist() == [~1, 5, 6, 7]
+    assert stream.next_sequence().targets.tolist() == [-100, 5, 6, 7]
     assert stream.num_left_out == 2 and stream.read_tokens == 12
     assert stream.next_sequence() is None and stream.next_sequence() is None
 
@@ -309,13 +309,20 @@ def test_the_samples_of_a_batch_are_numbered_across_its_rows():
         PackedSequence(
             np.arange(4),
             np.arange(4),
+            np.arange(4),
             4,
             np.zeros(4),
             parents=np.full(4, -1),
             samples=[*pair, *pair + 2],
         ),
         PackedSequence(
-            np.arange(4), np.arange(2), 2, np.zeros(2), parents=np.array([-1, 0]), samples=pair
+            np.arange(4),
+            np.arange(4),
+            np.arange(2),
+            2,
+            np.zeros(2),
+            parents=np.array([-1, 0]),
+            samples=pair,
         ),
     ]
     batch = collate(rows)

@@ -147,11 +147,11 @@ def test_the_loss_of_conversations_is_reported_by_turn(tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.hf.chat_template = templates.CHATML
     text = read_text(tmp_path / "a.jsonl", tokenizer, 500, 4)
-    ((tokens, starts),) = text.conversations
+    ((tokens, labels, starts),) = text.conversations
     assert not text.long and len(starts) == 2
     losses = torch.arange(len(tokens), dtype=torch.float64)
     summary = summarize_turns(text.conversations, [losses], [1, 64, 500])
-    trained = [i for i in range(1, len(tokens)) if tokens[i] >= 0]
+    trained = [i for i in range(1, len(tokens)) if labels[i] != -100]
     turns = [[i for i in trained if (i >= starts[1]) == later] for later in (False, True)]
     assert summary["trained_loss"] == np.mean(trained)
     expected = [

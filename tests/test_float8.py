@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ithaka.run.preflight import build_run
+from ithaka.run.resolve import input_slabs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoders import DECODERS, DELTA, SIZES
@@ -29,8 +31,6 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_text
 from ithaka.plan.trace import TraceRequest
-from ithaka.run.preflight import build_run
-from ithaka.run.resolve import input_slabs
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace_plan import trace_model
 from models import CONSTRUCTING, tiny_config, tiny_model

@@ -17,12 +17,12 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from ithaka.run.preflight import AUTO, resolve
 
 from ithaka.checkpoint.checkpoints import write_pins
 from ithaka.config import to_yaml
 from ithaka.exits import TransientError
 from ithaka.hub import fetch_model
-from ithaka.run.preflight import AUTO, resolve
 from refusals import assert_refused
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}  # of org/tiny
@@ -78,7 +78,7 @@ def read_batches(data, num):
     return [data.next_batch().input_ids.tolist() for _ in range(num)]
 
 def held_out(data):
-    return [sequence.tokens.tolist() for sequence in data.validation_sequences(2)]
+    return [sequence.ids.tolist() for sequence in data.validation_sequences(2)]
 
 names = {
     "hf://org/texts": "local/data/*.parquet",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ithaka.run.preflight import resolve
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.check_request import make_request
-from ithaka.run.preflight import resolve
 from refusals import assert_command_refused, assert_refused
 
 pytestmark = pytest.mark.usefixtures("plans_once")

@@ -7,6 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from ithaka.run.resolve import (
+    Run,
+    certain_needs,
+    check_fits,
+    detect_machine,
+    model_shape,
+    plan_run,
+    store_host_bytes,
+    weakest_machine,
+)
+from ithaka.run.validate import check_ranks_agree, check_settings
 from typer.testing import CliRunner
 
 from grids import diagonal
@@ -22,18 +33,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_dict, as_text, list_assumptions
 from ithaka.run import validate
-from ithaka.run.resolve import (
-    Run,
-    certain_needs,
-    check_fits,
-    detect_machine,
-    model_shape,
-    plan_run,
-    store_host_bytes,
-    weakest_machine,
-)
 from ithaka.run.shapes import find_shape
-from ithaka.run.validate import check_ranks_agree, check_settings
 from ithaka.train import journal
 
 pytestmark = pytest.mark.usefixtures("plans_once")

@@ -302,7 +302,7 @@ def test_inputs_determine_how_tokens_are_sharded():
             {"attention_mask": tokens < 25},
             {},
         )
-        return [pack_batch(inputs, tokens, mesh).sharding for inputs in ways]
+        return [pack_batch(inputs, tokens.shape, mesh).sharding for inputs in ways]
 
     (of_documents, of_positions, of_mask, of_nothing), _ = run_on_threads(2, sharding)
     assert of_documents == of_positions == of_mask != of_nothing

@@ -21,10 +21,11 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka.checkpoint import checkpoints
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, LossConfig
 from ithaka.config.units import format_count, plural
 from ithaka.exits import ExitCode, TransientError
-from ithaka.inputs.shard import count_pairs
+from ithaka.inputs.shard import count_pairs, pack_batch
 from ithaka.log import console as console_module
 from ithaka.log.console import Console, describe, status
 from ithaka.log.metrics import StepRecord, open_metrics, read_metrics
@@ -501,10 +502,18 @@ def test_pairs_are_counted_inside_documents_and_windows():
         i, j = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
         visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
         num_visible += visible.long()
-    assert count_pairs(documents, [None, 2]) == int(num_visible.sum())
+    mesh = make_mesh(1)
+
+    def count(windows, **inputs):
+        return count_pairs(pack_batch(inputs, inputs["document_ids"].shape, mesh), windows)
+
+    pairs = count([None, 2], document_ids=documents)
+    assert pairs.all_layers == int(num_visible.sum())
+    assert pairs.full_layer == count([None], document_ids=documents).all_layers
     chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the previous one
-    assert count_pairs(chain, [None], parents_BN=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(
-        0 * chain, [None]
+    parents = torch.tensor([[-1, -1, 0, 0, 1]])
+    assert count([None], document_ids=chain, parents=parents) == count(
+        [None], document_ids=0 * chain
     )
 
 

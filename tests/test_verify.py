@@ -246,8 +246,8 @@ def pair_wrong_heads(patch):
 
 
 def change_share(patch, change):
-    def shard_batch(inputs, vocab_size, mesh):
-        return change(shard.shard_batch(inputs, vocab_size, mesh), inputs, mesh)
+    def shard_batch(inputs, vocab_size, mesh, packed):
+        return change(shard.shard_batch(inputs, vocab_size, mesh, packed), inputs, mesh)
 
     patch.setattr(decoder, "shard_batch", shard_batch)
 

@@ -15,6 +15,7 @@ from ithaka.data.pack import (
     PackedSequence,
     join_teachers,
 )
+from ithaka.data.stored_tokens import decode_ids, decode_labels
 from ithaka.facts.sizes import IGNORE_INDEX
 
 
@@ -30,13 +31,16 @@ def concatenate(
     lengths = segments["length"]
     ends = lengths.cumsum()
     length = int(lengths.sum())
-    tokens_S = np.full(context, pad_id, dtype=np.int32)
+    ids_S = np.full(context, pad_id, dtype=np.int32)
+    targets_S = np.full(context, IGNORE_INDEX, dtype=np.int32)
     images: list[Medium] = []
     for (shard, _, low, num), end in zip(segments.tolist(), ends.tolist(), strict=True):
         documents = shards[shard]
-        own = tokens_S[end - num : end]
-        own[:] = documents.tokens[low : low + num]
+        tokens = documents.tokens[low : low + num]
+        ids_S[end - num : end] = decode_ids(tokens)
+        targets_S[end - num : end] = decode_labels(tokens)
         if documents.images:
+            own = ids_S[end - num : end]
             images += _insert_image_ids(own, documents.images, image_ids)
     teacher = None
     if len(segments) and shards[segments["shard"][0]].teacher is not None:  # then all have one
@@ -48,7 +52,8 @@ def concatenate(
         padding = np.empty((context - length, 2, 0), np.int32)
         teacher = join_teachers([*columns, padding])
     return PackedSequence(
-        tokens_S,
+        ids_S,
+        targets_S,
         ends - lengths if len(segments) else np.zeros(1, np.int64),
         length,
         segments["source"],
@@ -59,13 +64,13 @@ def concatenate(
 
 
 def _insert_image_ids(
-    tokens: np.ndarray, images: Sequence[Medium], ids: Mapping[str, int]
+    ids: np.ndarray, images: Sequence[Medium], image_ids: Mapping[str, int]
 ) -> list[Medium]:
     """Replace the numbers of images (see `mark_images`) by ids, and return these images."""
-    is_image = tokens <= ~IMAGE_BASE
-    numbers, inverse = np.unique(~tokens[is_image] - IMAGE_BASE, return_inverse=True)
+    is_image = ids >= IMAGE_BASE
+    numbers, inverse = np.unique(ids[is_image] - IMAGE_BASE, return_inverse=True)
     found = [images[i] for i in numbers]
-    tokens[is_image] = np.array([~ids[image.kind] for image in found], np.int32)[inverse]
+    ids[is_image] = np.array([image_ids[image.kind] for image in found], np.int32)[inverse]
     return found
 
 
@@ -120,6 +125,10 @@ class Batch(NamedTuple):
     images: Mapping[str, Any] = {}
     # stored ids and log-probabilities, [B, S, k]
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    # What training finds out once per batch (train/objectives.py): inputs.shard's PackedBatch
+    # and PairCounts.
+    packed: Any = None
+    pairs: Any = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -130,7 +139,8 @@ class Batch(NamedTuple):
             "document_ids": self.document_ids,
             **self.images,
         }
-        return inputs if self.parents is None else inputs | {"parents": self.parents}
+        optional = {"parents": self.parents, "packed": self.packed}
+        return inputs | {name: value for name, value in optional.items() if value is not None}
 
     @property
     def num_preferences(self) -> int:
@@ -142,7 +152,7 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
     """Stack B sequences of S tokens into tensors [B, S]."""
 
     def stack(column: Callable[[PackedSequence], np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.stack([column(sequence) for sequence in sequences]))
+        return torch.from_numpy(np.stack([column(sequence) for sequence in sequences])).long()
 
     batch = Batch(
         stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids)
@@ -150,7 +160,7 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
     if with_sources:
         batch = batch._replace(source_ids=stack(PackedSequence.source_ids))
     if any(sequence.teacher is not None for sequence in sequences):
-        blank = np.empty((len(sequences[0].tokens), 2, 0), np.int32)
+        blank = np.empty((len(sequences[0].ids), 2, 0), np.int32)
         columns = join_teachers(
             [blank if sequence.teacher is None else sequence.teacher for sequence in sequences]
         )

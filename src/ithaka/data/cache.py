@@ -32,6 +32,7 @@ from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
 from ithaka.data.documents.records import Document
 from ithaka.data.pack import Documents, encode_turn, join_teachers, mark_images
+from ithaka.data.stored_tokens import encode_tokens, is_trained
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
@@ -253,7 +254,7 @@ def tokenize(
     """Yield the documents of a shard. Spans are needed only to show a document."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
-    eos = eos if shard.reading.train_on_eos else ~eos
+    eos = encode_tokens(eos, shard.reading.train_on_eos)
     none = np.empty(0, np.int32)
     for documents in _batch_documents(shard.documents(tokenizer), batch_chars or BATCH_CHARS):
         edges = [_list_edges(document, with_spans) for document in documents]
@@ -271,7 +272,7 @@ def tokenize(
             if not reason and document.is_start and document.is_end:
                 if not len(ids):
                     reason = "empty"
-                elif not (tokens[1:] >= 0).any():
+                elif not is_trained(tokens[1:]).any():
                     reason = "with nothing to train"
             turns: list[tuple[int, str]] = []
             spans: list[tuple[int, str]] = []

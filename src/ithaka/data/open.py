@@ -20,6 +20,7 @@ from ithaka.data.pack import LongDocuments, imbalance, permutation
 from ithaka.data.source import Source
 from ithaka.data.stream import SequenceStream, TrainData
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from ithaka.facts.sizes import IGNORE_INDEX
 
 PROBED_DOCUMENTS = 10_000
 SAMPLE_TOKENS = 64
@@ -226,7 +227,7 @@ def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
         summary["skipped"] = f"{plural(skipped.total(), 'document')}: {_format_counts(skipped)}"
     tokenizer = data.cache.tokenizer
     first = stream.get_sequence(stream.position.packings[-1].done)
-    summary |= _describe_training(first.tokens[: first.length] >= 0, tokenizer)
+    summary |= _describe_training(first.targets[: first.length] != IGNORE_INDEX, tokenizer)
     text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
     sample = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return {**summary, **file_summary, "first tokens": sample}

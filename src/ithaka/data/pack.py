@@ -24,6 +24,7 @@ import numpy as np
 
 from ithaka.config import ConfigError
 from ithaka.data.documents.images import Medium
+from ithaka.data.stored_tokens import decode_ids, encode_tokens, is_trained
 from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.inputs.forest import MIN_TOKENS, Forest, Node
 
@@ -48,14 +49,14 @@ def _no_integers() -> np.ndarray:
 class Documents:
     """The documents of a shard."""
 
-    tokens: np.ndarray  # int32 [n]; ~id for a token that is context only
+    tokens: np.ndarray  # int32 [n], as in stored_tokens.py
     lengths: np.ndarray  # int64 [documents]
     skipped: Mapping[str, int] = field(default_factory=dict)  # number of documents by reason
     turns: np.ndarray = field(default_factory=_no_integers)  # where messages start: `encode_turn`
     notes: Mapping[str, int] = field(default_factory=dict)  # counts of what was changed
     samples: np.ndarray = field(default_factory=_no_integers)  # starts of further samples
     nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if forests
-    images: Sequence[Medium] = ()  # a token of number i is ~(IMAGE_BASE + i)
+    images: Sequence[Medium] = ()  # those of number i have the id IMAGE_BASE + i
     # int32 [n, 2, k]: stored ids (-1: none), and the bits of their log-probabilities
     teacher: np.ndarray | None = None
     digests: np.ndarray = field(default_factory=_no_integers)  # [documents], equal for equal ones
@@ -66,9 +67,10 @@ def mark_images(
 ) -> np.ndarray:
     """Replace the tokens of a document's images and videos (`ids`) with numbers from `first` on,
     which identify the image of a token after packing."""
-    places = np.flatnonzero(np.isin(np.maximum(tokens, ~tokens), list(ids)))
+    places = np.flatnonzero(np.isin(decode_ids(tokens), list(ids)))
     counts = [image.num_tokens for image in images]
-    tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))
+    numbers = first + np.repeat(np.arange(len(counts)), counts)
+    tokens[places] = encode_tokens(IMAGE_BASE + numbers, False)
     return tokens
 
 
@@ -111,7 +113,8 @@ class CutDocuments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSequence:
-    tokens: np.ndarray  # int32 [S], as in Documents
+    ids: np.ndarray  # int32 [S]
+    targets: np.ndarray  # int32 [S]: ids, and IGNORE_INDEX for context only
     starts: np.ndarray  # offsets of the documents, from 0; a forest's nodes are documents
     length: int  # without padding
     sources: np.ndarray  # of each document
@@ -126,16 +129,9 @@ class PackedSequence:
         """Offsets where attention and positions start over, or continue from another document."""
         return self.starts[:1] if self.documents_together else self.starts
 
-    @property
-    def ids(self) -> np.ndarray:
-        """int64 [S]."""
-        tokens_S = self.tokens.astype(np.int64)
-        return tokens_S ^ (tokens_S >> 63)  # ~ where negative
-
     def labels(self) -> np.ndarray:
-        """int64 [S], not shifted. Nothing predicts a token right after a border."""
-        labels_S = self.tokens.astype(np.int64)
-        labels_S[labels_S < 0] = IGNORE_INDEX
+        """int32 [S], not shifted. Nothing predicts a token right after a border."""
+        labels_S = self.targets.copy()
         borders = self.borders if self.parents is None else self.starts[self.parents < 0]
         labels_S[borders] = IGNORE_INDEX
         labels_S[self.length :] = IGNORE_INDEX
@@ -143,7 +139,7 @@ class PackedSequence:
 
     def document_ids(self) -> np.ndarray:
         """int64 [S], from 0; the padding is a document of its own."""
-        change_S = np.zeros(len(self.tokens), dtype=np.int64)
+        change_S = np.zeros(len(self.ids), dtype=np.int64)
         change_S[self.borders] = 1
         change_S[self.length : self.length + 1] = 1
         return np.cumsum(change_S) - 1
@@ -161,7 +157,7 @@ class PackedSequence:
         return self._by_token(-1 if self.samples is None else self.samples, -1)
 
     def _by_token(self, values: np.ndarray | int, padding: int) -> np.ndarray:
-        values_S = np.full(len(self.tokens), padding, dtype=np.int64)
+        values_S = np.full(len(self.ids), padding, dtype=np.int64)
         if self.length:
             values = np.broadcast_to(values, self.starts.shape)
             values_S[: self.length] = np.repeat(values, np.diff(self.starts, append=self.length))
@@ -249,7 +245,7 @@ def find_labels(
         if edges[-1] == len(tokens):
             edges = edges[:-1]
         largest = np.maximum.reduceat(tokens, edges)
-        has_label[indices] = largest[::2] >= 0
+        has_label[indices] = is_trained(largest[::2])
     return np.bincount(sequence, has_label) > 0
 
 
@@ -344,9 +340,9 @@ def group_samples(
     their forest)]. Prefixes of fewer than `min_tokens` are not shared; None: share nothing."""
     rows = []
     for number, tokens in enumerate(samples):  # a token with a label belongs to one sample
-        labels = np.where(tokens >= 0, number + 1, 0)
+        labels = np.where(is_trained(tokens), number + 1, 0)
         labels[:1] = 0
-        rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
+        rows.append(np.stack([decode_ids(tokens), labels], 1).astype(np.int64))
     groups: list[tuple[list[np.ndarray], Forest]] = []
     for tokens, own in zip(samples, rows, strict=True):
         if not groups or groups[-1][1].num_tokens + groups[-1][1].count_new(own) > context:
@@ -404,7 +400,7 @@ def _cut_samples(documents: Documents, context: int, long: LongDocuments) -> Cut
     has_label = np.ones(len(segments), bool)
     for index in np.flatnonzero(is_long[owners]).tolist():
         shard, _, low, length = segments[index].tolist()
-        has_label[index] = shards[shard].tokens[low : low + length].max() >= 0
+        has_label[index] = is_trained(shards[shard].tokens[low : low + length]).any()
     pieces_left_out = np.bincount(owners[~has_label], minlength=num)
     segments = segments[has_label]
     owners = owners[has_label]
@@ -471,8 +467,10 @@ def _shorten_tools(
     for start, stop, role in turns:
         first = start + long.tool_tokens // 2
         last = stop - (long.tool_tokens - long.tool_tokens // 2)
-        if role == "tool" and last - first > len(long.marker) and tokens[first:last].max() < 0:
-            parts += [tokens[low:first], ~np.asarray(long.marker, np.int32)]
+        is_long = role == "tool" and last - first > len(long.marker)
+        if is_long and not is_trained(tokens[first:last]).any():
+            marker = encode_tokens(np.asarray(long.marker, np.int32), False)
+            parts += [tokens[low:first], marker]
             low = last
     return np.concatenate([*parts, tokens[low:]])
 

@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import BUILTIN_TEMPLATES, ConfigError, input_error
 from ithaka.data.documents.chat import ChatTemplate, TrainedRanges, fix_date, read_builtin_template
+from ithaka.data.stored_tokens import encode_tokens
 
 if TYPE_CHECKING:
     from ithaka.data.documents.pixels import ImageReader
@@ -80,8 +81,8 @@ class Tokenizer:
         trained: Sequence[TrainedRanges],
         starts: Sequence[Sequence[int]],
     ) -> list[tuple[np.ndarray, list[int]]]:
-        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside
-        the `trained` ranges; and the index of the token at each character of `starts`.
+        """Return the tokens of each text, without special tokens, of which those in the `trained`
+        ranges are; and the index of the token at each character of `starts`.
 
         A token is trained on if its first character is. With a byte-level tokenizer, that may be
         the character after the leading space. The tokenizers library uses all cores for a batch.
@@ -165,11 +166,11 @@ def _byte_offsets(text: str, chars: Iterable[int]) -> list[int]:
 
 
 def _mask_outside(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:
-    """Return ~id outside the ranges. `edges` are the start and end of each range in turn."""
-    masked = ~ids
+    """Return tokens that are trained in the ranges. `edges`: start and end of each in turn."""
+    is_trained = np.zeros(len(ids), bool)
     for low, high in zip(edges[::2], edges[1::2], strict=True):
-        masked[low:high] = ids[low:high]
-    return masked
+        is_trained[low:high] = True
+    return encode_tokens(ids, is_trained)
 
 
 def _first_token(encoding: Any, char: int) -> int:

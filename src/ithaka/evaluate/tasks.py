@@ -22,6 +22,7 @@ from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig, input_err
 from ithaka.data.cache import tokenize
 from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
+from ithaka.data.stored_tokens import decode_ids, decode_labels
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.model.distillation import token_divergences
@@ -184,6 +185,14 @@ def read_prompts(
 # ---- measurements
 
 
+class Conversation(NamedTuple):
+    """A conversation truncated to the longest context."""
+
+    ids: np.ndarray
+    labels: np.ndarray  # not shifted
+    starts: list[int]  # of the assistant's turns
+
+
 class EvalText(NamedTuple):
     """`long`: documents truncated to the longest context. `short`: the first documents, truncated
     to the short one."""
@@ -191,9 +200,7 @@ class EvalText(NamedTuple):
     long: list[np.ndarray]
     short: list[np.ndarray]
     haystack: np.ndarray
-    # Conversations, truncated to the longest context: ~id where not trained; and where the
-    # assistant's turns start.
-    conversations: Sequence[tuple[np.ndarray, list[int]]] = ()
+    conversations: Sequence[Conversation] = ()
 
     @property
     def digest(self) -> str:
@@ -227,13 +234,14 @@ def read_text(
     longest = 0
     num_haystack = 0
     haystack: list[np.ndarray] = []
-    conversations: list[tuple[np.ndarray, list[int]]] = []
+    conversations: list[Conversation] = []
     for tokens, turns in _read_documents(path, tokenizer, where):
-        document = tokens ^ (tokens >> 31)  # untrained tokens are stored as ~id
+        document = decode_ids(tokens)
         longest = max(longest, len(document))
         starts = [start for start, role in turns if role == "assistant" and start < context]
         if starts and len(conversations) < CONVERSATIONS:
-            conversations.append((tokens[:context], starts))
+            labels = decode_labels(tokens[:context])
+            conversations.append(Conversation(document[:context], labels, starts))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
             text.short.append(document[: min(SHORT_CONTEXT, context)])
         if num_haystack < context:
@@ -352,7 +360,7 @@ def measure_divergence(
 
 
 def summarize_turns(
-    conversations: Sequence[tuple[np.ndarray, list[int]]],
+    conversations: Sequence[Conversation],
     losses: Sequence[Tensor],
     edges: Sequence[int],
 ) -> dict[str, Any]:
@@ -360,10 +368,10 @@ def summarize_turns(
     values = []
     turns = []
     positions = []
-    for (tokens, starts), losses_N in zip(conversations, losses, strict=True):
-        trained = np.flatnonzero(tokens[1:] >= 0) + 1
+    for conversation, losses_N in zip(conversations, losses, strict=True):
+        trained = np.flatnonzero(conversation.labels[1:] != IGNORE_INDEX) + 1
         values.append(losses_N.numpy()[trained])
-        turns.append(np.searchsorted(starts, trained, side="right"))
+        turns.append(np.searchsorted(conversation.starts, trained, side="right"))
         positions.append(np.searchsorted(edges, trained, side="right"))
     flat = np.concatenate(values)
 
@@ -414,7 +422,7 @@ def measure_all(
         "tasks": [],
     }
     result |= dict.fromkeys(FIGURES)
-    talks = [tokens ^ (tokens >> 31) for tokens, _ in text.conversations]
+    talks = [conversation.ids for conversation in text.conversations]
     documents = {each.tobytes(): each for each in (*text.long, *talks, *text.short)}
     num_total = sum(map(len, documents.values()))
     num_total += 4 * sum(max(len(each) - short, 0) for each in text.long)

@@ -45,7 +45,7 @@ from ithaka.foreign.torch_fsdp import (
 from ithaka.inputs.shard import (
     INPUTS,
     Share,
-    documents_from_lengths,
+    read_tensors,
     select_own_tokens,
     to_integers,
 )
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
-INTERNAL_ARGUMENTS = ("hidden_only", "distillation")  # see CheckedCall
+INTERNAL_ARGUMENTS = ("hidden_only", "distillation", "packed")  # see CheckedCall and Share
 # Collators add them for FlashAttention and linear attention; cu_seq_lens_q has the documents.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
@@ -222,12 +222,9 @@ def parse_arguments(named: dict[str, Any]) -> tuple[dict[str, Tensor], float | N
                 f"{name} is not supported by a parallel model; use {', '.join(ARGUMENTS)}. For "
                 "hidden states, hook the decoder layers. For a cache, use model.generate"
             )
-    input_ids = named.get("input_ids")
-    inputs = {name: named[name] for name in INPUTS[1:] if named.get(name) is not None}
-    inputs["input_ids"] = input_ids
-    if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):
-        inputs.setdefault("document_ids", documents_from_lengths(ends, input_ids))
-    if named.get("per_token") and not inputs.keys() & {"labels", "shift_labels"}:
+    input_ids = to_integers("input_ids", named.get("input_ids"))
+    tensors = read_tensors(named | {"input_ids": input_ids}, input_ids.shape)
+    if named.get("per_token") and not tensors.keys() & {"labels", "shift_labels"}:
         raise TypeError("per_token=True returns log-probabilities of labels; pass labels")
     temperature = named.get("temperature")
     if temperature is not None:
@@ -241,7 +238,7 @@ def parse_arguments(named: dict[str, Any]) -> tuple[dict[str, Tensor], float | N
     items = named.get("num_items_in_batch")
     if isinstance(items, Tensor) and items.numel() == 1:
         items = items.item()
-    return {name: to_integers(name, value) for name, value in inputs.items()}, items
+    return tensors, items
 
 
 def shard_expert_indices(

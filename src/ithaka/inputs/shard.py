@@ -11,8 +11,11 @@ this rank; e branch labels of each rank; u documents.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +48,7 @@ class Share:
     labels_s: Tensor | None  # already shifted; [s + e] with branch labels
     branch_rows_e: Tensor | None  # rows that predict them, ascending; None: not a forest
     real_s: Tensor  # bool: not padding
+    packed: "PackedBatch"
     docs: Docs  # documents of the full sequence, and which ring member has which tokens
     num_valid: int  # valid labels of all cp ranks
     num_positions: int  # 1 + the largest position on any cp rank
@@ -58,20 +62,29 @@ class PackedBatch:
     parents: tuple[int, ...]  # as in `Docs`: empty if they were not passed
     sharding: TokenSharding
     num_tokens: int  # without padding to a multiple of cp
+    cp_size: int
 
-    def positions(self) -> Tensor:
-        """Position of each token in its document; in a forest, counted from the root."""
-        firsts = list(self.starts[:-1])
-        lengths = torch.tensor(self.starts).diff()
+    @cached_property
+    def depths(self) -> list[int]:
+        """Tokens of the ancestors of each document."""
+        depths = [0] * (len(self.starts) - 1)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                firsts[node] -= self.starts[parent + 1] - firsts[parent]
-        firsts_S = torch.tensor(firsts).repeat_interleave(lengths)
-        return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
+                depths[node] = depths[parent] + self.starts[parent + 1] - self.starts[parent]
+        return depths
 
-    def label_table(self, cp: int) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in its document; in a forest, counted from the root."""
+        starts = torch.tensor(self.starts)
+        firsts_S = (starts[:-1] - torch.tensor(self.depths)).repeat_interleave(starts.diff())
+        return torch.arange(self.num_tokens) - firsts_S[: self.num_tokens]
+
+    @cached_property
+    def label_table(self) -> tuple[Tensor, Tensor]:
         """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the
         rows of each rank that predict its branch labels, [cp, e]."""
+        cp = self.cp_size
         S = self.starts[-1]
         starts = torch.tensor(self.starts)
         s = S // cp
@@ -92,26 +105,34 @@ class PackedBatch:
         return table, rows
 
 
-def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
+@dataclass(frozen=True)
+class PairCounts:
+    """Query-key pairs of causal attention, in documents and to ancestors."""
+
+    all_layers: int = 0
+    full_layer: int = 0  # one layer without a window
+
+
+def shard_batch(
+    inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh, packed: PackedBatch | None = None
+) -> Share:
     """Return this rank's tokens of `inputs`: [B, N] tensors on the host, equal in the cp group.
 
-    position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be
-    ignored or miscomputed.
+    position_ids may be [1, N], shared by all rows. `packed`: what `pack_batch` returned for them,
+    if it is known. Raises ValueError for inputs that would be ignored or miscomputed.
     """
     _check_shapes(inputs)
     ids_BN = inputs["input_ids"]
     fix = "use the model's tokenizer, or resize the embeddings first"
     _check_tokens("input_ids", ids_BN, vocab_size, fix)
-    labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, parents_BN = map(
-        inputs.get, INPUTS[1:]
-    )
+    labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, _ = map(inputs.get, INPUTS[1:])
     if positions_BN is not None:
         positions_BN = positions_BN.expand_as(ids_BN)
-    packing = _pack(ids_BN, positions_BN, mask_BN, documents_BN, parents_BN, mesh)
-    if shifted_BN is not None and packing.parents:
+    packed = packed or pack_batch(inputs, ids_BN.shape, mesh)
+    if shifted_BN is not None and packed.parents:
         rule = "has one label per token, but a token may have several children"
         raise ValueError(f"shift_labels {rule}; pass labels")
-    if shifted_BN is None and labels_BN is not None and not packing.parents:
+    if shifted_BN is None and labels_BN is not None and not packed.parents:
         shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
         labels_BN = shifted_BN.roll(1, dims=1)  # undo the shift
@@ -123,18 +144,18 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
     if positions_BN is None and documents_BN is None:
         positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
     elif positions_BN is None:
-        positions_BN = packing.positions().view_as(ids_BN)
+        positions_BN = packed.positions.view_as(ids_BN)
     labels_s = None
     rows_e = None
-    if packing.parents and labels_BN is not None:
-        table, rows = packing.label_table(mesh.cp_size)
+    if packed.parents and labels_BN is not None:
+        table, rows = packed.label_table
         shifted_BN = _at_tokens(labels_BN, table, IGNORE_INDEX)
         rows_e = rows[mesh.cp_rank].to(mesh.device)
         labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
     elif shifted_BN is not None:
-        labels_s = _select_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
+        labels_s = _select_own(shifted_BN, mesh, packed.sharding, IGNORE_INDEX)
 
-    sharding = packing.sharding
+    sharding = packed.sharding
     real_BN = torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN
     return Share(
         ids_s=_select_own(ids_BN, mesh, sharding, 0),
@@ -142,23 +163,50 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
         labels_s=labels_s,
         branch_rows_e=rows_e,
         real_s=_select_own(real_BN, mesh, sharding, False),
-        docs=Docs(packing.starts, sharding, mesh.ring_group.rank(), packing.parents),
+        packed=packed,
+        docs=Docs(packed.starts, sharding, mesh.ring_group.rank(), packed.parents),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
 
 
-def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
-    """Return how `shard_batch` packs a call's tokens. `rows_BN`: any tensor of their shape."""
-    passed = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
-    if (ends := inputs.get("cu_seq_lens_q")) is not None:
-        passed.setdefault("document_ids", documents_from_lengths(ends, rows_BN))
-    tensors = {name: to_integers(name, value) for name, value in passed.items()}
-    positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
-    positions_BN, _ = split_positions(positions_BN)
-    if positions_BN is not None:
-        positions_BN = positions_BN.expand(rows_BN.shape)
-    return _pack(rows_BN.cpu(), positions_BN, mask_BN, documents_BN, parents_BN, mesh)
+def pack_batch(inputs: Mapping[str, Tensor | None], shape: torch.Size, mesh: Mesh) -> PackedBatch:
+    """Find the documents of a batch, and which rank has which tokens. `inputs`: as in
+    `shard_batch`; `shape`: that of input_ids."""
+    mask_BN = inputs.get("attention_mask")
+    documents_BN = inputs.get("document_ids")
+    starts = _document_starts(shape, inputs.get("position_ids"), mask_BN, documents_BN)
+    parents = _read_parents(starts, documents_BN, inputs.get("parents"), mask_BN)
+    num_tokens = shape.numel()
+    sharding = shard_tokens(
+        (*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size()
+    )
+    ends = [num_tokens]
+    if sharding.num_tokens > num_tokens:  # padding is a document
+        ends.append(sharding.num_tokens)
+        parents += (-1,) * bool(parents)
+    return PackedBatch((*starts, *ends), parents, sharding, num_tokens, mesh.cp_size)
+
+
+def count_pairs(packed: PackedBatch, windows: Sequence[int | None]) -> PairCounts:
+    """Count the pairs of a batch, without padding to a multiple of cp. `windows`: of each layer."""
+    edges = packed.starts[: packed.starts.index(packed.num_tokens) + 1]
+    lengths = [end - start for start, end in pairwise(edges)]
+    spans = Counter(zip(packed.depths, lengths, strict=False))
+
+    def count(window: int | None) -> int:
+        return sum(number * span_pairs(*span, window) for span, number in spans.items())
+
+    pairs = {window: count(window) for window in {*windows, None}}
+    return PairCounts(sum(pairs[window] for window in windows), pairs[None])
+
+
+def read_tensors(named: Mapping[str, Any], shape: torch.Size) -> dict[str, Tensor]:
+    """Return the tensors of INPUTS among the arguments of a call, on the host."""
+    inputs = {name: named[name] for name in INPUTS if named.get(name) is not None}
+    if (ends := named.get("cu_seq_lens_q")) is not None:
+        inputs.setdefault("document_ids", documents_from_lengths(ends, shape))
+    return {name: to_integers(name, value) for name, value in inputs.items()}
 
 
 def split_positions(positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -170,27 +218,6 @@ def split_positions(positions: Tensor | None) -> tuple[Tensor | None, Tensor | N
     if len(positions) == 4:
         return positions[0], positions[1:]
     return None, positions
-
-
-def _pack(
-    rows_BN: Tensor,
-    positions_BN: Tensor | None,
-    mask_BN: Tensor | None,
-    documents_BN: Tensor | None,
-    parents_BN: Tensor | None,
-    mesh: Mesh,
-) -> PackedBatch:
-    starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
-    parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
-    num_tokens = rows_BN.numel()
-    sharding = shard_tokens(
-        (*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size()
-    )
-    ends = [num_tokens]
-    if sharding.num_tokens > num_tokens:  # padding is a document
-        ends.append(sharding.num_tokens)
-        parents += (-1,) * bool(parents)
-    return PackedBatch((*starts, *ends), parents, sharding, num_tokens)
 
 
 def _read_parents(
@@ -239,14 +266,12 @@ def _read_parents(
     return tuple(parents)
 
 
-def shard_label_values(
-    rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0
-) -> Tensor:
+def shard_label_values(rows_BN: Tensor, mesh: Mesh, packed: PackedBatch, fill: float = 0) -> Tensor:
     """Return this rank's share, [s] or [s + e] on its device, of [B, N] values at their labels'
     tokens. `fill`: for tokens without a label."""
-    if not packing.parents:
-        return _select_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
-    table, _ = packing.label_table(mesh.cp_size)
+    if not packed.parents:
+        return _select_own(_shift_left(rows_BN, fill), mesh, packed.sharding, fill)
+    table, _ = packed.label_table
     return _at_tokens(rows_BN, table[mesh.cp_rank].to(rows_BN.device), fill).to(mesh.device)
 
 
@@ -299,11 +324,11 @@ class GatherTokens(torch.autograd.Function):
         return dlocal_sY, None, None, None
 
 
-def documents_from_lengths(ends: Tensor, rows_BN: Tensor) -> Tensor:
+def documents_from_lengths(ends: Tensor, shape: torch.Size) -> Tensor:
     """Return document_ids from FlashAttention's cumulative lengths of all rows."""
     name = "cu_seq_lens_q"
     ends = to_integers(name, ends)
-    num_tokens = rows_BN.numel()
+    num_tokens = shape.numel()
     fix = f"pass cumulative lengths from 0 to the {num_tokens} input_ids"
     if ends.dim() != 1 or len(ends) < 2:
         raise ValueError(f"{name} has shape {tuple(ends.shape)}; {fix}")
@@ -316,10 +341,10 @@ def documents_from_lengths(ends: Tensor, rows_BN: Tensor) -> Tensor:
     if (least := int(lengths.min())) < 0:
         fix = "use cumulative lengths, which only increase"
         raise ValueError(f"{name} decreases by {-least}; {fix}")
-    return torch.arange(len(lengths)).repeat_interleave(lengths).view(rows_BN.shape)
+    return torch.arange(len(lengths)).repeat_interleave(lengths).view(shape)
 
 
-def to_integers(name: str, tensor: Tensor) -> Tensor:
+def to_integers(name: str, tensor: object) -> Tensor:
     """Convert a model input to int64 on the host, or to bool if it is a mask."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor of integers")
@@ -378,14 +403,17 @@ def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
 
 
 def _document_starts(
-    ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
+    shape: torch.Size,
+    positions_BN: Tensor | None,
+    mask_BN: Tensor | None,
+    documents_BN: Tensor | None,
 ) -> list[int]:
     """Return where each document starts in the flat sequence. Padding is a separate document.
 
     With position_ids alone, a position that is not its predecessor plus 1 starts a document:
     Hugging Face's rule for packed sequences.
     """
-    starts_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
+    starts_BN = torch.zeros(shape, dtype=torch.bool)
     starts_BN[:, 0] = True
     if documents_BN is not None:
         starts_BN[:, 1:] |= documents_BN[:, 1:] != documents_BN[:, :-1]
@@ -394,25 +422,3 @@ def _document_starts(
     if mask_BN is not None:
         starts_BN[:, 1:] |= mask_BN[:, 1:] != mask_BN[:, :-1]
     return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
-
-
-def count_pairs(
-    documents_BN: Tensor, windows: Sequence[int | None], parents_BN: Tensor | None = None
-) -> int:
-    """Count query-key pairs of causal attention, in documents and to ancestors, over all layers."""
-    total = 0
-    for row, documents_N in enumerate(documents_BN):
-        ids_u, lengths_u = torch.unique_consecutive(documents_N, return_counts=True)
-        ids = ids_u.tolist()
-        lengths = lengths_u.tolist()
-        befores = dict.fromkeys(ids, 0)  # tokens of ancestors
-        if parents_BN is not None:
-            firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            sizes = dict(zip(ids, lengths, strict=True))
-            for document, parent in zip(ids, parents_BN[row, firsts].tolist(), strict=True):
-                befores[document] = befores[parent] + sizes[parent] if parent >= 0 else 0
-        spans = Counter(zip(map(befores.__getitem__, ids), lengths, strict=True))
-        for window, layers in Counter(windows).items():
-            pairs = sum(count * span_pairs(*span, window) for span, count in spans.items())
-            total += layers * pairs
-    return total

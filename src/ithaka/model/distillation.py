@@ -9,7 +9,7 @@ per token.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.foreign.hugging_face import disable_adapter, enabled_adapters
 from ithaka.inputs.calls import evaluating
-from ithaka.inputs.shard import GatherTokens, Share, pack_batch, shard_label_values
+from ithaka.inputs.shard import GatherTokens, Share, shard_label_values
 from ithaka.layer.loss import Distilled, Teacher
 from ithaka.model.logprobs import get_mesh
 from ithaka.ops.divergence import Criterion
@@ -71,14 +70,17 @@ def distill(
     rows = {"input_ids": input_ids, **inputs}
     states: Tensor | tuple[Tensor, Tensor]
     if isinstance(teacher, tuple | list):
-        states = _shard_stored(teacher, input_ids, {"labels": labels, **rows}, get_mesh(model))
+        ids, logprobs = teacher
+        states = (ids, logprobs)
         teacher = None
     else:
         teacher = None if teacher is None else find_root(teacher).model
         _check_teacher(model, teacher)
         shared = {name: value for name, value in rows.items() if name not in STUDENT_ONLY}
         with torch.no_grad(), use_reference(model, teacher) as reference, evaluating(reference):
-            states = reference(hidden_only=True, **shared).hidden
+            out = reference(hidden_only=True, **shared)
+        states = out.hidden
+        rows["packed"] = out.packed
     distillation = Distillation(Criterion(beta, temperature, cross_entropy), model, teacher, states)
     return model(labels=labels, distillation=distillation, **rows)
 
@@ -89,11 +91,12 @@ def token_divergences(
     """Return KL(teacher || model) at every token of [B, N], without gradients, equal on all ranks
     of a cp group; NaN for the first token of a row, and where the teacher predicts nothing."""
     with torch.no_grad():
-        results = Distilled(*distill(model, teacher, input_ids, input_ids).distilled or ())
-        mesh = get_mesh(model)
+        out = distill(model, teacher, input_ids, input_ids)
+    results = Distilled(*out.distilled or ())
     values_s1 = results.divergences.masked_fill(~results.taught, torch.nan)[:, None]
-    sharding = pack_batch({}, input_ids, mesh).sharding
-    values_BN1 = GatherTokens.apply(values_s1, mesh, sharding, input_ids.shape)
+    assert out.packed is not None
+    sharding = out.packed.sharding
+    values_BN1 = GatherTokens.apply(values_s1, get_mesh(model), sharding, input_ids.shape)
     return F.pad(values_BN1[:, :-1, 0], (1, 0), value=torch.nan)
 
 
@@ -121,13 +124,33 @@ class Distillation:
     criterion: Criterion
     student: PreTrainedModel
     teacher: PreTrainedModel | None
-    # This rank's: the teacher's last hidden states, or stored ids and log-probabilities.
+    # This rank's: the teacher's last hidden states, or stored ids and log-probabilities, which are
+    # those of the batch up to `shard`.
     states: Tensor | tuple[Tensor, Tensor]
 
     @property
     def is_stored(self) -> bool:
         """Whether the loss needs no logits of a teacher."""
         return isinstance(self.states, tuple)
+
+    def shard(self, share: Share, shape: torch.Size) -> "Distillation":
+        """Select what is stored for this rank's labels: ids and log-probabilities, [s, k]; ids of
+        -1 where there is no label. `shape`: of input_ids."""
+        if not isinstance(self.states, tuple):
+            return self
+        mesh = get_mesh(self.student)
+        ids_BNk, logprobs_BNk = self.states
+        has_rows = ids_BNk.dim() == 3 and ids_BNk.shape[:2] == shape
+        if not has_rows or ids_BNk.shape != logprobs_BNk.shape:
+            ids = f"ids of shape {tuple(ids_BNk.shape)}"
+            logprobs = f"log-probabilities of shape {tuple(logprobs_BNk.shape)}"
+            fix = "pass two tensors [batch, tokens, k] for input_ids"
+            raise ConfigError(f"teacher has {ids} and {logprobs}; {fix}")
+        at_BN = torch.arange(shape.numel()).view(shape)
+        at_s = shard_label_values(at_BN, mesh, share.packed, -1).to(ids_BNk.device)
+        ids_sk = ids_BNk.flatten(0, 1)[at_s].masked_fill(at_s[:, None] < 0, -1)
+        logprobs_sk = logprobs_BNk.flatten(0, 1)[at_s].masked_fill(ids_sk < 0, -torch.inf)
+        return replace(self, states=(ids_sk.to(mesh.device), logprobs_sk.to(mesh.device)))
 
     @contextmanager
     def teach(self, share: Share) -> Iterator[Teacher]:
@@ -155,25 +178,6 @@ class Distillation:
         finally:
             for unit in units:
                 unit.reshard()
-
-
-def _shard_stored(
-    stored: StoredTeacher, input_ids: Tensor, inputs: dict[str, Any], mesh: Mesh
-) -> tuple[Tensor, Tensor]:
-    """Return this rank's ids and log-probabilities, [s, k]; ids of -1 where there is no label."""
-    ids_BNk, logprobs_BNk = stored
-    has_rows = ids_BNk.dim() == 3 and ids_BNk.shape[:2] == input_ids.shape
-    if not has_rows or ids_BNk.shape != logprobs_BNk.shape:
-        ids = f"ids of shape {tuple(ids_BNk.shape)}"
-        logprobs = f"log-probabilities of shape {tuple(logprobs_BNk.shape)}"
-        fix = "pass two tensors [batch, tokens, k] for input_ids"
-        raise ConfigError(f"teacher has {ids} and {logprobs}; {fix}")
-    at_BN = torch.arange(input_ids.numel()).view(input_ids.shape)
-    at_s = shard_label_values(at_BN, mesh, pack_batch(inputs, input_ids, mesh), -1)
-    at_s = at_s.to(ids_BNk.device)
-    ids_sk = ids_BNk.flatten(0, 1)[at_s].masked_fill(at_s[:, None] < 0, -1)
-    logprobs_sk = logprobs_BNk.flatten(0, 1)[at_s].masked_fill(ids_sk < 0, -torch.inf)
-    return ids_sk.to(mesh.device), logprobs_sk.to(mesh.device)
 
 
 @contextmanager

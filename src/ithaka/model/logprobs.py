@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.calls import ARGUMENTS, KERNEL_ARGUMENTS
-from ithaka.inputs.shard import INPUTS, GatherTokens, pack_batch, shard_label_values
+from ithaka.inputs.shard import (
+    INPUTS,
+    GatherTokens,
+    pack_batch,
+    read_tensors,
+    shard_label_values,
+    split_positions,
+)
 from ithaka.layer.loss import TokenResults
 from ithaka.sharding.tokens import contiguous_sharding
 
@@ -59,17 +66,17 @@ def token_logprobs_and_aux(
     out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
     tokens = out.tokens
     values_s4 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    packing = pack_batch(inputs, input_ids, mesh)
-    if packing.parents:
-        tokens = packing.label_table(mesh.cp_size)[0].flatten()
-        slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # by token; this: no label
+    packed = out.packed
+    if packed.parents:
+        tokens = packed.label_table[0].flatten()
+        slots = torch.full((packed.starts[-1] + 1,), len(tokens))  # by token; this: no label
         slots[tokens] = torch.arange(len(tokens))
         slots = slots[: input_ids.numel()].to(values_s4.device)
         sharding = contiguous_sharding(len(tokens), 1)
         values_1S4 = GatherTokens.apply(values_s4, mesh, sharding, (1, len(tokens)))
         values_BN4 = F.pad(values_1S4[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 4)
     else:
-        values_BN4 = GatherTokens.apply(values_s4, mesh, packing.sharding, input_ids.shape)
+        values_BN4 = GatherTokens.apply(values_s4, mesh, packed.sharding, input_ids.shape)
         values_BN4 = F.pad(values_BN4[:, :-1], (0, 0, 1, 0))
     logprobs_BN, entropies_BN, correct_BN, means_BN = values_BN4.unbind(-1)
     results = TokenResults(logprobs_BN, entropies_BN, correct_BN.bool(), means_BN.detach())
@@ -92,12 +99,16 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
             kind = f"of shape {tuple(values_BN.shape)}"
         fix = "pass a tensor [batch, tokens], one value per label"
         raise TypeError(f"label_share got values {kind}; {fix}")
-    shape = tuple(values_BN.shape)
+    shape = values_BN.shape
     for name in inputs.keys() & {*INPUTS} - {"position_ids"}:
         if inputs[name] is not None and inputs[name].shape != shape:
-            shapes = f"values of shape {shape}, but {name} of shape {tuple(inputs[name].shape)}"
+            own = tuple(inputs[name].shape)
+            shapes = f"values of shape {tuple(shape)}, but {name} of shape {own}"
             raise ValueError(f"label_share got {shapes}; pass one value per token of the batch")
-    return shard_label_values(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
+    tensors = read_tensors(inputs, shape)
+    positions, _ = split_positions(tensors.get("position_ids"))
+    packed = pack_batch({**tensors, "position_ids": positions}, shape, mesh)
+    return shard_label_values(values_BN, mesh, packed)
 
 
 def get_mesh(model: PreTrainedModel) -> Mesh:

@@ -39,7 +39,13 @@ from ithaka.inputs.calls import (
     shard_expert_indices,
 )
 from ithaka.inputs.positions import check_positions
-from ithaka.inputs.shard import GatherTokens, Share, select_own_tokens, shard_batch
+from ithaka.inputs.shard import (
+    GatherTokens,
+    PackedBatch,
+    Share,
+    select_own_tokens,
+    shard_batch,
+)
 from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
 from ithaka.layer.loss import Distilled, GraphHead, Head, LinearHead, ScaledHead, TokenResults
@@ -68,6 +74,7 @@ class ParallelOutput(ModelOutput):
     aux_loss: Tensor | None = None  # load-balancing loss of this cp group, without its coefficient
     distilled: Distilled | None = None  # this rank's share, of a call with a teacher
     hidden: Tensor | None = None  # this rank's share of the last layer's output, if asked for
+    packed: PackedBatch | None = None  # for another call with the same documents
 
 
 class DecoderInputs(NamedTuple):
@@ -75,6 +82,7 @@ class DecoderInputs(NamedTuple):
     shape: torch.Size  # of input_ids
     items: float | None  # num_items_in_batch
     chosen_sLk: Tensor | None
+    distillation: Any = None
     media: Any = None  # of vision-language models
 
 
@@ -203,7 +211,8 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         if "parents" in tensors and (reason := self.why_no_parents()):
             fix = "leave it out, and pass each branch as a row"
             raise ValueError(f"parents is not supported {reason}; {fix}")
-        share = shard_batch(tensors, self.model.get_input_embeddings().num_embeddings, self.mesh)
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        share = shard_batch(tensors, vocab_size, self.mesh, named.get("packed"))
         if items is not None:
             is_number = isinstance(items, int | float) and not isinstance(items, bool)
             if not (is_number and math.isfinite(items) and items >= min(share.num_valid, 1)):
@@ -217,7 +226,10 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         chosen_sLk = shard_expert_indices(
             experts, named.get("expert_indices"), shape, share, self.mesh
         )
-        inputs = DecoderInputs(share, shape, items, chosen_sLk)
+        distillation = named.get("distillation")
+        if distillation is not None:
+            distillation = distillation.shard(share, shape)
+        inputs = DecoderInputs(share, shape, items, chosen_sLk, distillation)
         return ReadCall(inputs, CallCounts(share.num_valid, share.num_positions, 0), fingerprint)
 
     def make_call(
@@ -237,7 +249,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             temperature=named.get("temperature") or 1.0,
             chosen_sLk=inputs.chosen_sLk,
             hidden_only=bool(named.get("hidden_only")),
-            distillation=named.get("distillation"),
+            distillation=inputs.distillation,
             media=inputs.media,
         )
 
@@ -279,7 +291,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
         state = self._make_state(call)
         x = self.run_layers(call, state)
         if call.hidden_only:
-            return ParallelOutput(hidden=x)
+            return ParallelOutput(hidden=x, packed=share.packed)
         head, distilled = model.lm_head(x, call)
         if share.labels_s is None:
             self.guard_backward([head])
@@ -310,6 +322,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             own_loss=own.detach(),
             aux_loss=aux_loss,
             distilled=distilled,
+            packed=share.packed,
         )
 
     def _make_state(self, call: CheckedCall) -> CallState:
@@ -413,6 +426,7 @@ class Decoder(Root[DecoderInputs, CheckedCall]):
             docs=share.docs,
             own_loss=zero,
             aux_loss=None if self.balancing is None else zero,
+            packed=share.packed,
         )
 
     def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:

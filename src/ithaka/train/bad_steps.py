@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
 from torch import nn
 
 from ithaka.checkpoint import checkpoints, save
@@ -76,9 +75,9 @@ class BadSteps:
         """Return the beginning of each document."""
         starts = []
         for batch in batches:
-            for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
-                lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-                starts += [self.tokenizer.decode(part[:32].tolist()) for part in ids.split(lengths)]
+            assert batch.packed is not None
+            documents = batch.input_ids.flatten().tensor_split(batch.packed.starts[1:])
+            starts += [self.tokenizer.decode(part[:32].tolist()) for part in documents if len(part)]
         return starts
 
     def report_suspects(self, step: int, first: StepResult, console: Console) -> None:

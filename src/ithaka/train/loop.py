@@ -83,7 +83,7 @@ def _run_step(trainer: Trainer, watch: Watch, saving: Saving, shutdown: Graceful
     shutdown.step_start = time.monotonic()
     watch.heartbeat.tracker.step = number
     with phase("data"):
-        batches = [trainer.data.next_batch() for _ in range(trainer.config.train.accumulate)]
+        batches = trainer.next_batches()
     with watch.step(number):
         update = trainer.advance(batches)
         step_s = time.perf_counter() - start

@@ -15,7 +15,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import LossConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.facts.sizes import IGNORE_INDEX
-from ithaka.inputs.shard import count_pairs, pack_batch, shard_label_values
+from ithaka.inputs.shard import PackedBatch, count_pairs, pack_batch, shard_label_values
 from ithaka.model.distillation import distill
 from ithaka.ops.divergence import Criterion
 from ithaka.roots.decoder import ParallelOutput
@@ -28,19 +28,24 @@ class StepCounts:
     label_tokens: int
     preferences: int
     num_pairs: int  # query-key pairs, summed over layers
-    own_pairs: list[int]  # of each micro-batch of this rank
 
 
-def count_step(batches: Sequence[Batch], windows: Sequence[int | None], mesh: Mesh) -> StepCounts:
+def count_step(batches: Sequence[Batch], mesh: Mesh) -> StepCounts:
     """Count labels, preferences and query-key pairs. One all-reduce, on the host."""
     labels = sum(num_valid(batch.labels) for batch in batches)
     preferences = sum(batch.num_preferences for batch in batches)
-    pairs = [count_pairs(batch.document_ids, windows, batch.parents) for batch in batches]
+    pairs = sum(batch.pairs.all_layers for batch in batches)
     # The ranks of a cp group have the same batch: count it once.
-    counts = torch.tensor([labels, preferences, *pairs]) * (mesh.cp_rank == 0)
+    counts = torch.tensor([labels, preferences, pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
-    label_tokens, preferences, *all_pairs = counts.tolist()
-    return StepCounts(label_tokens, preferences, sum(all_pairs), pairs)
+    return StepCounts(*counts.tolist())
+
+
+def pack_for_training(batch: Batch, mesh: Mesh, windows: Sequence[int | None]) -> Batch:
+    """Find the documents of a batch and count the pairs, once for all that a step does with them.
+    `windows`: sliding window of each layer."""
+    packed = pack_batch(batch.inputs, batch.input_ids.shape, mesh)
+    return batch._replace(packed=packed, pairs=count_pairs(packed, windows))
 
 
 class SourceSums:
@@ -52,13 +57,12 @@ class SourceSums:
         self.mesh = mesh
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.device)
 
-    def add(self, batch: Batch, losses_s: Tensor | None) -> None:
+    def add(self, batch: Batch, packed: PackedBatch, losses_s: Tensor | None) -> None:
         if losses_s is None or batch.source_ids is None:
             return
-        packing = pack_batch(batch.inputs, batch.labels, self.mesh)
-        valid_s = shard_label_values(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
+        valid_s = shard_label_values(batch.labels, self.mesh, packed, IGNORE_INDEX) != IGNORE_INDEX
         values_2s = torch.stack([losses_s.detach().double(), valid_s.double()])
-        sources_s = shard_label_values(batch.source_ids, self.mesh, packing)
+        sources_s = shard_label_values(batch.source_ids, self.mesh, packed)
         self._sums.index_add_(1, sources_s, values_2s)
 
     def means(self, what: str) -> dict[str, float]:
@@ -90,7 +94,7 @@ class Objective:
         labels = counts.label_tokens
         per_token = sources.has_several
         out = self.model(**batch.inputs, num_items_in_batch=labels, per_token=per_token)
-        sources.add(batch, out.tokens and -out.tokens.logprobs)
+        sources.add(batch, out.packed, out.tokens and -out.tokens.logprobs)
         return MicroBatchLoss(out.loss, out.own_loss, out)
 
     def take_loss(self) -> float | None:
@@ -126,7 +130,8 @@ class TeacherLoss(Objective):
         )
         results = out.distilled
         if results is not None:
-            sources.add(batch, results.losses)
+            assert out.packed is not None
+            sources.add(batch, out.packed, results.losses)
             values = (results.divergences, results.cross_entropies, results.taught)
             self._sums += torch.stack([value.sum().double() for value in values])
         assert out.loss is not None and out.own_loss is not None

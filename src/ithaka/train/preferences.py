@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, LossConfig
 from ithaka.data.batch import Batch
-from ithaka.inputs.shard import pack_batch, shard_label_values
+from ithaka.inputs.shard import shard_label_values
 from ithaka.model.distillation import use_reference
 from ithaka.roots.decoder import GlobalSum, ParallelOutput
 from ithaka.roots.find import find_root
@@ -61,8 +61,8 @@ class DPO(Objective):
         """Return this cp group's share of the loss, and the output. Adds to the sums of
         `take_means`."""
         with torch.no_grad(), use_reference(self.model, self.reference) as reference:
-            before_v2, _ = self._sum_logprobs(reference, batch)
-        own_v2, out = self._sum_logprobs(self.model, batch)
+            before_v2, out = self._sum_logprobs(reference, batch)
+        own_v2, out = self._sum_logprobs(self.model, batch._replace(packed=out.packed))
         rewards_v2 = self.beta * (own_v2 - before_v2)
         margins_v = rewards_v2[:, 0] - rewards_v2[:, 1]
         kept_v = -F.logsigmoid(margins_v)
@@ -94,9 +94,8 @@ class DPO(Objective):
         samples_BN = batch.sample_ids
         if samples_BN is None:
             samples_BN = torch.zeros_like(batch.labels)
-        packing = pack_batch(batch.inputs, batch.labels, self.mesh)
         # Where there is no label, 0 is added.
-        samples_s = shard_label_values(samples_BN, self.mesh, packing).clamp(min=0)
+        samples_s = shard_label_values(samples_BN, self.mesh, out.packed).clamp(min=0)
         num_answers = 2 * max(1, batch.num_preferences)
         sums = torch.zeros(num_answers, dtype=torch.float64, device=self.mesh.device)
         sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())

@@ -119,12 +119,12 @@ class _StepSums:
         self.max_pairs: list[float] = []  # of any rank, in each micro-batch
         self.ring_bytes = 0
 
-    def add(self, micro: MicroBatchLoss, own_pairs: int) -> None:
+    def add(self, micro: MicroBatchLoss, num_pairs: int) -> None:
         out = micro.out
         self.loss += micro.loss.detach()
         self.own_losses.append(micro.own)
         assert out.docs is not None
-        self.max_pairs.append(own_pairs * out.docs.sharding.balance)
+        self.max_pairs.append(num_pairs * out.docs.sharding.balance)
         self.ring_bytes += out.docs.sent_bytes
         if out.aux_loss is not None and out.num_tokens is not None:
             self.has_aux_loss = True
@@ -149,29 +149,28 @@ def train_step(
     clip_norm: float | None,
     mesh: Mesh,
     objective: Objective | None = None,
-    windows: Sequence[int | None] = (),
     source_names: Sequence[str] = (),
     seed_and_step: tuple[int, int] = (0, 0),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `objective`: by default the model's own loss.
-    `windows`: sliding window of each layer. `seed_and_step`: for adapter.dropout. Skips the update
-    if `accepts(loss, gradient norm)` is false.
+    `seed_and_step`: for adapter.dropout. Skips the update if `accepts(loss, gradient norm)` is
+    false.
 
     The global number of valid labels (for DPO, of preferences) is known before the first forward,
     so that every micro-batch is weighted by its number of labels."""
     objective = objective or Objective(model)
-    counts = count_step(batches, windows, mesh)
+    counts = count_step(batches, mesh)
     _set_learning_rate(optimizer, lr)
     dropout = getattr(model, "ithaka_dropout", None)
     if dropout is not None:
         dropout.start_step(*seed_and_step)
     sums = _StepSums(counts.label_tokens, mesh.device)
     sources = SourceSums(source_names, mesh)
-    for batch, own_pairs in zip(batches, counts.own_pairs, strict=True):
+    for batch in batches:
         micro = objective.compute(batch, counts, sources)
         micro.loss.backward()
-        sums.add(micro, own_pairs)
+        sums.add(micro, batch.pairs.all_layers)
     loss = objective.take_loss()
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
@@ -251,7 +250,7 @@ def validation_loss(
                 dpo.add_pairs(batch, 1)
                 continue
             out = model(**batch.inputs, per_token=sources.has_several)
-            sources.add(batch, out.tokens and -out.tokens.logprobs)
+            sources.add(batch, out.packed, out.tokens and -out.tokens.logprobs)
             total += out.loss.double() * out.num_tokens
             num_labels += out.num_tokens
     if isinstance(model, FSDPModule):

@@ -16,6 +16,7 @@ from ithaka.log.console import Console, status
 from ithaka.phases import phase
 from ithaka.run.validated import Run
 from ithaka.train.bad_steps import BadSteps, check_loaded_weights
+from ithaka.train.objectives import pack_for_training
 from ithaka.train.parts import Parts
 from ithaka.train.preferences import DPO
 from ithaka.train.step import StepResult, learning_rate, train_step, validation_loss
@@ -90,6 +91,12 @@ class Trainer:
 
     # ---- one step
 
+    def next_batches(self) -> list[Batch]:
+        """Return this rank's micro-batches of the next step, packed."""
+        batches = [self.data.next_batch() for _ in range(self.config.train.accumulate)]
+        windows = self.run.shape.windows
+        return [pack_for_training(batch, self.mesh, windows) for batch in batches]
+
     def advance(self, batches: Sequence[Batch]) -> Update | None:
         """Train on this rank's micro-batches. Returns None if they were skipped: no step."""
         number = self.step + 1
@@ -122,7 +129,6 @@ class Trainer:
             clip_norm=self.config.optim.clip_norm,
             mesh=self.mesh,
             objective=self.objective,
-            windows=self.run.shape.windows,
             source_names=self.data.source_names,
             seed_and_step=(self.config.train.seed, self.step + 1),
             accepts=self.bad_steps.accepts,

@@ -12,7 +12,6 @@ from ithaka.config import write_atomic
 from ithaka.config.units import format_bytes, format_json, plural
 from ithaka.data.batch import Batch
 from ithaka.facts.heads import count_slots
-from ithaka.inputs.shard import count_pairs
 from ithaka.layout import Layout
 from ithaka.plan.hardware import gpu_named
 from ithaka.plan.search import Plan
@@ -187,14 +186,10 @@ class Watch:
         group = self.trainer.mesh.ulysses_group
         first = group.rank() * shape.heads // group.size()
         end = (group.rank() + 1) * shape.heads // group.size()
-        pairs = sum(
-            count_pairs(batch.document_ids, shape.windows, batch.parents) for batch in batches
-        )
+        pairs = sum(batch.pairs.all_layers for batch in batches)
         # How many times as many pairs there would be, without windows, if every sequence were a
         # single document.
-        full_pairs = sum(
-            count_pairs(batch.document_ids, [None], batch.parents) for batch in batches
-        )
+        full_pairs = sum(batch.pairs.full_layer for batch in batches)
         full_ratio = max(1.0, len(batches) * self.run.work.pairs(None) / full_pairs)
         attention_s, pauses = self.heartbeat.tracker.end_step(full_ratio)
         return StepFigures(

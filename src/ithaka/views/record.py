@@ -18,6 +18,7 @@ from ithaka.data.documents.read import Shard, make_shards
 from ithaka.data.documents.records import SIDES
 from ithaka.data.held_out import find_sources, split_sources
 from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
+from ithaka.data.stored_tokens import decode_ids, encode_tokens, is_trained
 from ithaka.data.tokenizer import Tokenizer
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.
@@ -163,8 +164,8 @@ def describe_record(
         pieces, num_pieces = find_pieces(sample, config, tokenizer)
         whys = explain_tokens(sample, pieces, config)
         is_cut = pieces < 0
-        is_trained = sample.tokens >= 0
-        title += f": {plural(len(whys), 'token')}, {(is_trained & ~is_cut).sum():,} trained"
+        trained = is_trained(sample.tokens) & ~is_cut
+        title += f": {plural(len(whys), 'token')}, {trained.sum():,} trained"
         if num_pieces != 1 or is_cut.any():
             pieces_of = f"{plural(num_pieces, 'piece')} of at most {config.data.context:,}"
             title += f", {pieces_of}, {plural(int(is_cut.sum()), 'token')} cut"
@@ -188,18 +189,16 @@ def find_pieces(
     data = config.data
     positions = np.arange(num, dtype=np.int32)
     turns = np.asarray([encode_turn(*turn) for turn in sample.turns], np.int64)
-    tokens = np.where(sample.tokens < 0, ~positions, positions)
+    tokens = encode_tokens(positions, is_trained(sample.tokens))
     document = Documents(tokens, np.asarray([num]), turns=turns)
     marker = tuple(range(num, num + len(tokenizer.encode_batch([data.tool_marker])[0])))
     long = LongDocuments(data.long_documents, data.tool_tokens, marker)
     cut = cut_documents(document, data.context, long)
     first_piece = np.full(num + len(marker), NO_PIECE)
     if data.long_documents != "drop" or num <= data.context:
-        stored = cut.shards[-1].tokens
-        first_piece[stored ^ (stored >> 31)] = UNTRAINED_PIECE
+        first_piece[decode_ids(cut.shards[-1].tokens)] = UNTRAINED_PIECE
     for i, (shard, _, low, length) in reversed(list(enumerate(cut.segments.tolist()))):
-        piece = cut.shards[shard].tokens[low : low + length]
-        first_piece[piece ^ (piece >> 31)] = i
+        first_piece[decode_ids(cut.shards[shard].tokens[low : low + length])] = i
     return first_piece[:num], len(cut.segments)
 
 
@@ -208,10 +207,10 @@ def explain_tokens(sample: TokenizedPart, pieces: np.ndarray, config: Config) ->
     starts = [start for start, _ in sample.spans]
     kinds = [SPAN_KINDS[kind] for _, kind in sample.spans]
     spans = np.searchsorted(starts, np.arange(len(pieces)), side="right") - 1
-    default = "labels" if sample.turns or (sample.tokens < 0).any() else "text"
-    is_trained = (sample.tokens >= 0).tolist()
+    labelled = is_trained(sample.tokens).tolist()
+    default = "labels" if sample.turns or not all(labelled) else "text"
     whys = []
-    for span, piece, trained in zip(spans.tolist(), pieces.tolist(), is_trained, strict=True):
+    for span, piece, trained in zip(spans.tolist(), pieces.tolist(), labelled, strict=True):
         why = kinds[span] if kinds and span >= 0 else default
         if piece == UNTRAINED_PIECE:
             why = "cut: no trained token in this piece"
@@ -235,8 +234,8 @@ def _describe_turns(
     tokenizer: Tokenizer,
 ) -> Iterator[tuple[str, list[TextPiece]]]:
     """Yield the title and the text of each turn, at most NUM_TURNS of them."""
-    ids = sample.tokens ^ (sample.tokens >> 31)
-    trained = (sample.tokens >= 0) & (pieces >= 0)
+    ids = decode_ids(sample.tokens)
+    trained = is_trained(sample.tokens) & (pieces >= 0)
     edges = [0, *(start for start, _ in sample.turns), len(ids)]
     names = ["before the first turn" if sample.turns else "text"]
     names += [f"turn {n}, {role}" for n, (_, role) in enumerate(sample.turns, 1)]

@@ -16,6 +16,7 @@ from ithaka.data.documents.dialects import BadRecord, Message
 from ithaka.data.documents.images import Medium, RecordImages
 from ithaka.data.documents.split import to_content
 from ithaka.data.documents.turns import TEMPLATE_REFUSES
+from ithaka.data.stored_tokens import encode_tokens
 from ithaka.facts.families import MEDIA
 from ithaka.facts.sizes import IGNORE_INDEX
 
@@ -430,7 +431,7 @@ def _parse_tokens(record: dict[str, Any], reading: ReadingConfig, vocab_size: in
 
 
 def _parse_ids(ids: object, labels: object, vocab_size: int) -> np.ndarray:
-    """Return ids as in Documents.tokens: ~id where the label is IGNORE_INDEX."""
+    """Return tokens as in Documents; those with the label IGNORE_INDEX are context only."""
     tokens = _to_array("input_ids", ids)
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
         detail = (
@@ -447,7 +448,7 @@ def _parse_ids(ids: object, labels: object, vocab_size: int) -> np.ndarray:
             "not trained on"
         )
         raise BadRecord("labels that are not input_ids", detail)
-    return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)
+    return encode_tokens(tokens, targets != IGNORE_INDEX).astype(np.int32)
 
 
 def _to_array(name: str, values: object) -> np.ndarray:
