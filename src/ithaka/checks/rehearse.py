@@ -23,6 +23,7 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
+from ithaka.exits import ran_out_of_memory
 from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
@@ -36,18 +37,17 @@ from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory, join_kernels
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
-from ithaka.plan.seconds import Seconds, layer_seconds
+from ithaka.plan.seconds import Seconds, seconds_by_layer
 from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
+from ithaka.profile.position import HostPosition
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.run.trace_plan import run_step
 from ithaka.train.out_of_memory import (
     OutOfMemoryError,
-    OutOfMemoryTracker,
     explain_out_of_memory,
-    ran_out_of_memory,
 )
 
 DIRECTIONS = ("forward", "backward")
@@ -312,13 +312,13 @@ def rehearse_plan(
     """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the
     peak's phase."""
     config = find_config(model)
-    memory_tracker = OutOfMemoryTracker(default_device())
+    position = HostPosition(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         allowed_bytes = min(total_bytes, plan.hardware.gpu.memory_bytes) - RESERVE_BYTES
         torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     try:
-        with listening(memory_tracker):
+        with listening(position):
             measured = rehearse(
                 config,
                 truncated.layout,
@@ -336,7 +336,7 @@ def rehearse_plan(
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        explanation = explain_out_of_memory(truncated, error, memory_tracker, model)
+        explanation = explain_out_of_memory(truncated, error, position, model)
         raise OutOfMemoryError(explanation) from error
     return compare_with_plan(plan, truncated, measured), measured.peak_phase
 
@@ -344,15 +344,11 @@ def rehearse_plan(
 def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
     """Planned seconds of each layer: forward, with that of a reference, and backward if the plan
     trains."""
-    pairs = list(zip(plan.shape.mixers, plan.layout.kept, strict=True))
-    seconds = {}
-    for mixer, policy in set(pairs):
-        forward, backward = layer_seconds(
-            plan.shape, plan.layout, plan.hardware, plan.work, mixer, policy
-        )
-        forward = forward.times(1 + plan.work.reference)
-        seconds[mixer, policy] = (forward, backward.times(plan.work.trains))
-    return [seconds[pair] for pair in pairs]
+    layers = seconds_by_layer(plan.shape, plan.layout, plan.hardware, plan.work)
+    return [
+        (forward.times(1 + plan.work.reference), backward.times(plan.work.trains))
+        for forward, backward in layers
+    ]
 
 
 def _exchange_per_layer(plan: Plan) -> float:

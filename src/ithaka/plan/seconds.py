@@ -373,6 +373,15 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
     return gather_seconds(num_bytes, hardware, replicas) + all_reduce
 
 
+def seconds_by_layer(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> list[tuple[Seconds, Seconds]]:
+    """Return (forward, backward) of each layer."""
+    layers = list(zip(shape.mixers, layout.layer_policies(shape.num_layers), strict=True))
+    seconds = {layer: layer_seconds(shape, layout, hardware, work, *layer) for layer in set(layers)}
+    return [seconds[layer] for layer in layers]
+
+
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """One optimizer step: all micro-steps, then the update. Without training: a forward."""
     total = _loss_seconds(shape, layout, hardware, work)

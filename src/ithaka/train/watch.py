@@ -16,10 +16,10 @@ from ithaka.plan.hardware import gpu_named
 from ithaka.plan.search import Plan
 from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.profiled_step import StepProfile, StepTimes, describe_machine
-from ithaka.profile.timeline import Progress
+from ithaka.profile.progress import Progress
 from ithaka.run.resolve import drop_reserve
 from ithaka.sharding.heads import count_slots
-from ithaka.train.agreement import Agreement, MemoryUse, StepFigures, device_peaks
+from ithaka.train.agreement import Agreement, MemoryUse, StepFigures
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
 
@@ -105,8 +105,6 @@ class Watch:
         self.run = trainer.run
         self.device = trainer.mesh.device
         self.console = trainer.console
-        # Allocated and reserved, up to the last profile, which resets the allocator's peaks.
-        self.earlier_peaks = (0, 0)
         self._slow_ranks = SlowRanks()
         self._reported_disk = False
         self._reported_retries = False
@@ -119,7 +117,10 @@ class Watch:
             work = dataclasses.replace(self.run.work, accumulate=1)
             self.plan = Plan(self.run.shape, self.run.layout, self.run.hardware, work)
             self._progress = Progress(
-                self.plan, self.run.config.train.accumulate, self.device, self.console.progress
+                heartbeat.tracker,
+                self.plan,
+                self.run.config.train.accumulate,
+                self.console.progress,
             )
             with self.console.writing("description of the machine and the plan"):
                 self._write_machine_and_plan()
@@ -164,8 +165,6 @@ class Watch:
             return None
         if recorded == "times":
             return StepTimes(self.device)
-        if on_gpu:
-            self.earlier_peaks = device_peaks(self.device, self.earlier_peaks)
         return StepProfile(self.trainer.model, self.trainer.optimizer, self.device, self._times)
 
     def measure(self, batches: Sequence[Batch], step_s: float) -> StepFigures:
