@@ -1552,7 +1552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "probe: frozen layers are like trained ones",
-        "roots/recorder.py",
+        "roots/layer_kinds.py",
         "(tuple(v.shape), v.requires_grad)",
         "tuple(v.shape)",
         "test_frozen_parameters.py -k probed_separately",

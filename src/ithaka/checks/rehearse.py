@@ -6,7 +6,7 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
 from ithaka.exits import ran_out_of_memory
 from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
-from ithaka.model.build import build_model, keep_layers, read_hf_config
+from ithaka.model.build import build_model, keep_layers, read_hf_config, read_layers
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import (
     LayerGroup,
@@ -43,6 +43,7 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.position import HostPosition
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
+from ithaka.roots.layer_kinds import LayerKind
 from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.run.trace_plan import run_step
 from ithaka.train.out_of_memory import (
@@ -217,8 +218,7 @@ class TruncatedPlan(Plan):
     """The plan of a model with a few of its layers."""
 
     layers: tuple[int, ...] = ()  # indices in the full model
-    # one per layer of the full model; equal for layers of one kind
-    kinds: tuple[Hashable, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()  # one per layer of the full model
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
@@ -227,29 +227,30 @@ class TruncatedPlan(Plan):
 
 def truncate_plan(
     plan: Plan,
+    config: dict[str, Any],
     num_layers: int,
     memory_only: bool,
     kernel: str = "auto",
-    config: dict[str, Any] | None = None,
 ) -> TruncatedPlan:
     """Map a plan to one with `num_layers` layers, or one of each kind if more, in this device's
     dtype. A kind's activation policies are those of evenly spaced layers; every layer gets the
-    adapters of the layer with the most. `config`: the model's config.json; without it, layers with
-    the same mixer are of one kind."""
+    adapters of the layer with the most. `config`: the model's config.json."""
     shape = plan.shape
-    kinds = tuple[Hashable, ...](plan.shape.mixers)
-    dropped = None
-    layers = choose_layers(kinds, num_layers)
-    if config is not None and "_class_name" not in config:
-        of_config, layers = find_representative_layers(read_hf_config(config), num_layers)
-        dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
-        kinds = tuple(of_config)
+    if "_class_name" in config:
+        kinds = read_layers(config, shape.num_layers)
+        layers = choose_layers(kinds, num_layers)
+        dropped = None
+    else:
+        kinds, layers = find_representative_layers(read_hf_config(config), num_layers)
+        dropped = sum(kind.num_parameters for i, kind in enumerate(kinds) if i not in layers)
     truncated = shape.keep_layers(layers, dropped)
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))
     work = replace(plan.work, document_tokens=MEMORY_ONLY_DOCUMENT) if memory_only else plan.work
-    few = TruncatedPlan(truncated, plan.layout, plan.hardware, work, layers=layers, kinds=kinds)
+    few = TruncatedPlan(
+        truncated, plan.layout, plan.hardware, work, layers=layers, kinds=tuple(kinds)
+    )
     policies = {}
     for _, rehearsed, all_layers in few.groups:
         for i, layer in enumerate(rehearsed):

@@ -42,14 +42,10 @@ from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
-from ithaka.model.truncate import (
-    LayerKind,
-    find_representative_layers,
-    group_layers,
-    truncate_config,
-)
+from ithaka.model.truncate import find_representative_layers, group_layers, truncate_config
 from ithaka.plan.read_config import read_json
 from ithaka.roots.find import find_root
+from ithaka.roots.layer_kinds import LayerKind
 from ithaka.roots.rotary import InFloat64
 from ithaka.roots.vision import count_values
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
