@@ -151,7 +151,7 @@ def rehearse_case(
     for tokens in dict.fromkeys((plan.work.context, timed)):
         at = shorten(tokens)
         truncated = rehearsal.truncate_plan(
-            at, layers, memory_only=tokens != timed, config=find_config(model)
+            at, find_config(model), layers, memory_only=tokens != timed
         )
         rehearsal.check_cpu_memory(truncated)
         with status(f"{case.name}: {tokens} tokens"):

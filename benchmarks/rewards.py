@@ -320,9 +320,12 @@ def rehearse(
     """Rank 0 of `gpus` with a few layers: memory only at the longest trace (not on a CPU), time too
     at --tokens."""
     plan = make_plan(arguments, name, gpus, True, None if longest and ON_GPU else arguments.tokens)
-    truncated = rehearsal.truncate_plan(plan, arguments.rehearsed_layers, memory_only=longest)
+    config = model_config(arguments.size, plan.work.tokens)
+    truncated = rehearsal.truncate_plan(
+        plan, config.to_dict(), arguments.rehearsed_layers, memory_only=longest
+    )
     with tempfile.TemporaryDirectory() as folder:
-        model_config(arguments.size, plan.work.tokens).save_pretrained(folder)
+        config.save_pretrained(folder)
         rows, phase = rehearsal.rehearse_plan(plan, truncated, folder)
     free_memory()
     figures = {

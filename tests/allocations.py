@@ -1,5 +1,5 @@
 """Measure peak bytes: of PyTorch's CPU allocator, independently of LiveBytes, and of layers in a
-rehearsal."""
+rehearsal. Fake those of a GPU."""
 
 import gzip
 import json
@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -50,6 +51,24 @@ def bytes_now(live: LiveBytes) -> int:
     return sum(
         allocation.num_bytes for allocation in live.allocations if allocation.stop_ns == NOT_FREED
     )
+
+
+def fake_gpu_memory(
+    patch: pytest.MonkeyPatch,
+    allocated: int = 0,
+    reserved: int = 0,
+    peak: int = 0,
+    reserved_peak: int = 0,
+    retries: int = 0,
+) -> None:
+    """Set what the CUDA allocator counts."""
+    stats = {
+        "allocated_bytes": {"all": {"current": allocated, "peak": peak}},
+        "reserved_bytes": {"all": {"current": reserved, "peak": reserved_peak}},
+        "num_alloc_retries": retries,
+    }
+    patch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda _: stats)
+    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
 
 
 def rehearsed_peaks(

@@ -594,9 +594,9 @@ MUTATIONS = (
     ),
     Mutation(
         "retries of the allocator are not measured",
-        "train/agreement.py",
-        'retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)',
-        "retries = 0",
+        "device_memory.py",
+        'retries=stats.get("num_alloc_retries", 0)',
+        "retries=0",
         "test_out_of_memory.py -k allocator_retry",
     ),
     Mutation(
@@ -1552,7 +1552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "probe: frozen layers are like trained ones",
-        "roots/recorder.py",
+        "roots/layer_kinds.py",
         "(tuple(v.shape), v.requires_grad)",
         "tuple(v.shape)",
         "test_frozen_parameters.py -k probed_separately",

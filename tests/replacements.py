@@ -170,7 +170,8 @@ def _describe_model(model: Any, device: Any) -> str | None:
     module."""
     from torch import nn
 
-    from ithaka.roots.recorder import SMALL_VOCABULARY, describe_layer
+    from ithaka.roots.layer_kinds import describe_layer
+    from ithaka.roots.recorder import SMALL_VOCABULARY
 
     forwards = []
     for module in model.modules():
@@ -189,7 +190,7 @@ def _describe_model(model: Any, device: Any) -> str | None:
     head = model.get_output_embeddings()
     is_outer = lambda module: module is head or type(module) is nn.Embedding  # noqa: E731 - the probe has small ones
     modules = [
-        entry for entry in describe_layer(model) if not is_outer(model.get_submodule(entry[0]))
+        entry for entry in describe_layer(model) if not is_outer(model.get_submodule(entry[0].name))
     ]
     rows = [
         min(len(module.weight), SMALL_VOCABULARY)

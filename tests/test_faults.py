@@ -476,9 +476,8 @@ def make_beats(monkeypatch, tmp_path):
 
     def make(size, store):
         for rank in range(size):
-            tracker = heartbeat.PhaseTracker(torch.device("cpu"))
             limits = heartbeat.Limits(60, 60, 60)
-            beat = heartbeat.Heartbeat(tracker, limits, tmp_path)
+            beat = heartbeat.Heartbeat(torch.device("cpu"), limits, tmp_path)
             beat.rank = rank
             beat.size = size
             beat._store = store

@@ -5,7 +5,7 @@ from torch import nn
 
 from grids import diagonal
 from ithaka.layout import make_layout
-from ithaka.roots.recorder import describe_layer
+from ithaka.roots.layer_kinds import describe_layer
 from models import tiny_config
 from parity import check, compare_with, plain_sum, random_ids
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from allocations import fake_gpu_memory
 from ithaka.cli import app
 from ithaka.config import load_config
-from ithaka.exits import ExitCode
+from ithaka.device_memory import DeviceMemory
+from ithaka.exits import ExitCode, ran_out_of_memory
 from ithaka.layer.slabs import SlabPool, StoreError
 from ithaka.layer.stages import StagedAttention
 from ithaka.layout import fixed_settings, make_layout
@@ -23,16 +25,12 @@ from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
+from ithaka.profile.position import HostPosition
 from ithaka.run import launch
 from ithaka.run.shapes import find_shape
 from ithaka.train import parts, prepare
 from ithaka.train.agreement import measure_memory
-from ithaka.train.out_of_memory import (
-    OutOfMemoryError,
-    OutOfMemoryTracker,
-    explain_out_of_memory,
-    ran_out_of_memory,
-)
+from ithaka.train.out_of_memory import OutOfMemoryError, explain_out_of_memory
 from ithaka.train.watch import Watch
 from runs import bitwise_metrics, run, tiny_run
 
@@ -203,6 +201,7 @@ def llama(context, gpus="8xH100-80GB", **settings):
     return Plan(shape, make_layout(shape.num_layers, **fixed), hardware, StepShape(context))
 
 
+MEASURED = DeviceMemory(5 * GIB, 6 * GIB, 7 * GIB, 8 * GIB, 3)
 ON_HOST = {
     "parallel.cp": 8,
     "memory.offload": "host",
@@ -211,31 +210,29 @@ ON_HOST = {
 }
 
 
-def explain(plan, path, used_bytes, error):
-    tracker = OutOfMemoryTracker(torch.device("cuda"))
-    tracker.path = path
-    tracker.used_bytes = used_bytes
-    return explain_out_of_memory(plan, error, tracker, "llama3-8b")
+def explain(plan, path, error, memory=MEASURED):
+    position = HostPosition(torch.device("cuda", 0))
+    position.path = path
+    position.memory = memory
+    return explain_out_of_memory(plan, error, position, "llama3-8b")
 
 
 def test_planned_and_measured_memory_are_compared_and_settings_suggested():
     plan = llama(2**20, **ON_HOST)
     path = ("layer 31", "backward", "attention", "stage 0")
-    text = explain(plan, path, 5 * GIB, torch.OutOfMemoryError(FULL))
+    text = explain(plan, path, torch.OutOfMemoryError(FULL))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
     assert (
         f"planned peak: {peak / GIB:.4g} GiB in {plan.ledger.phase}, of 79.1 GiB\n  measured: "
-        "5 GiB\n"
+        "5 GiB, 2 GiB more"
     ) in text
     command = r"  ithaka plan llama3-8b --gpus 8xH100-80GB --context 1048576 --host-memory \d+GB$"
     assert FULL in text and re.search(command, text)
 
 
 def test_the_message_shows_memory_that_the_allocator_cannot_use(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
-    text = explain(llama(2**20, **ON_HOST), ("embedding",), None, torch.OutOfMemoryError(FULL))
+    fake_gpu_memory(monkeypatch, allocated=5 * GIB, reserved=7 * GIB, retries=3)
+    text = explain(llama(2**20, **ON_HOST), ("embedding",), torch.OutOfMemoryError(FULL), None)
     assert "\n  measured: 5 GiB, 2 GiB more reserved but unused, 3 allocator retries\n" in text
 
 
@@ -245,14 +242,10 @@ def test_an_allocator_retry_is_a_warning_once(monkeypatch):
     watch._reported_retries = False
     watch.trainer = SimpleNamespace(step=4)
     watch.console = SimpleNamespace(event=lambda *args, **values: events.append((*args, values)))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 4 * GIB)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 7 * GIB)
     watch.report_retries(measure_memory(torch.device("cpu")))
     for retries in (0, 2, 3):
-        monkeypatch.setattr(
-            torch.cuda, "memory_stats", lambda _, n=retries: {"num_alloc_retries": n}
-        )
-        watch.report_retries(measure_memory(torch.device("cuda"), earlier=(5 * GIB, 7 * GIB)))
+        fake_gpu_memory(monkeypatch, peak=5 * GIB, reserved_peak=7 * GIB, retries=retries)
+        watch.report_retries(measure_memory(torch.device("cuda", 1)))
     ((step, message, values),) = events
     assert (step, values) == (4, {"retries": 2}) and "; 2 GiB are reserved but unused; " in message
 
@@ -262,7 +255,7 @@ def test_host_memory_has_its_own_plan():
         2**21, **{**ON_HOST, "memory.keep_attention": "all", "memory.attention_offload": "host"}
     )
     for error in (StoreError("host", "host memory: full"), MemoryError()):
-        text = explain(plan, ("layer 9", "forward"), 0, error)
+        text = explain(plan, ("layer 9", "forward"), error)
         assert (
             "planned per node: " in text and "kept attention" in text and ran_out_of_memory(error)
         )

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from allocations import fake_gpu_memory
 from ithaka import phases
+from ithaka.device_memory import PeakMeter, device_memory
 from ithaka.profile.live import AllocatorHistory
 from ithaka.profile.memory import Allocation, MemoryMap, format_peak
 from ithaka.profile.profiled_step import KINDS, StepTimes
@@ -102,8 +104,7 @@ class FakeAllocator:
         self.recording = False
         memory = torch.cuda.memory
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 21 * MIB)
+        fake_gpu_memory(monkeypatch, peak=21 * MIB)
         monkeypatch.setattr(memory, "_snapshot", lambda device: self.snapshot())
         monkeypatch.setattr(
             memory,
@@ -155,6 +156,20 @@ def test_allocations_have_the_phase_and_category_of_their_time(monkeypatch):
         10: ("other", ""),
     }
     assert recorded.peak()[0] == 20 * MIB
+
+
+def test_meters_do_not_reset_the_peaks_of_others(monkeypatch):
+    """The allocator counts 7 bytes, then 2, then 5, and is reset in between."""
+    gpu = torch.device("cuda", 3)
+    step = PeakMeter(gpu)
+    fake_gpu_memory(monkeypatch, peak=7, reserved_peak=8)
+    other = PeakMeter(gpu)
+    assert step.restart() == 7
+    fake_gpu_memory(monkeypatch, peak=2, reserved_peak=8)
+    assert other.restart() == 7 and step.read() == 2
+    fake_gpu_memory(monkeypatch, peak=5, reserved_peak=8)
+    assert (other.read(), step.read(), device_memory(gpu).peak) == (5, 5, 7)
+    assert PeakMeter(torch.device("cpu")).restart() == 0
 
 
 def test_allocations_without_a_shape_are_grouped_by_size():

@@ -11,12 +11,13 @@ from ithaka.config import embedded_model
 from ithaka.layout import Layout
 from ithaka.log.console import Console, describe_progress
 from ithaka.log.metrics import read_metrics
-from ithaka.phases import phase
+from ithaka.phases import listening, phase
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import planned_shares
 from ithaka.plan.shape import StepShape
-from ithaka.profile.timeline import Progress, StepProgress
+from ithaka.profile.position import PhaseTracker
+from ithaka.profile.progress import Progress, StepProgress
 from ithaka.run.shapes import shape_from_config
 
 SHAPE = shape_from_config(embedded_model("small"))
@@ -24,11 +25,18 @@ PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), StepSha
 MICRO_STEPS = 2
 
 
-def progress(report=lambda _: None, every_s: float = 30.0) -> Progress:
+@pytest.fixture
+def progress():
+    tracker = PhaseTracker(torch.device("cpu"))
     shares = planned_shares(SHAPE, PLAN.layout, PLAN.hardware, PLAN.work)
-    made = Progress(shares, MICRO_STEPS, torch.device("cpu"), report)
-    made.every_s = every_s
-    return made
+
+    def make(report=lambda _: None, every_s: float = 30.0) -> Progress:
+        made = Progress(tracker, shares, MICRO_STEPS, report)
+        made.every_s = every_s
+        return made
+
+    with listening(tracker):
+        yield make
 
 
 def run_layer(index: int, direction: str) -> None:
@@ -48,7 +56,7 @@ def run_step() -> None:
             run_layer(index, "backward")
 
 
-def test_shares_of_a_step_add_up_to_one():
+def test_shares_of_a_step_add_up_to_one(progress):
     steps = progress()
     with steps.step(1):
         run_step()
@@ -56,7 +64,7 @@ def test_shares_of_a_step_add_up_to_one():
     assert share == pytest.approx(1)
 
 
-def test_layers_are_weighted_by_their_planned_seconds():
+def test_layers_are_weighted_by_their_planned_seconds(progress):
     steps = progress()
     with steps.step(1):
         run_layer(0, "forward")
@@ -69,7 +77,7 @@ def test_layers_are_weighted_by_their_planned_seconds():
     assert path == ("layer 1", "forward", "attention", "stage 3") and share == forward + backward
 
 
-def test_progress_is_reported_while_the_step_runs():
+def test_progress_is_reported_while_the_step_runs(progress):
     reports: list[StepProgress] = []
     with progress(reports.append, every_s=0.02).step(7):
         run_layer(0, "forward")

@@ -186,7 +186,7 @@ def test_an_evaluation_peaks_as_its_ledger_predicts():
     }
     config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
     plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), StepShape(512))
-    few = rehearsal.truncate_plan(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, config, 2, False)
     few = replace(few, layout=replace(few.layout, tile_tokens=16))
     measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
@@ -233,7 +233,7 @@ def test_a_cpu_is_not_reported_as_a_gpu(model):
 def test_a_memory_only_rehearsal_reports_no_step_time(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(StepShape(2**20))
-    few = rehearsal.truncate_plan(plan, 2, memory_only)
+    few = rehearsal.truncate_plan(plan, find_config("llama3-8b"), 2, memory_only)
     measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 2.0]] * 2, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
@@ -243,7 +243,7 @@ def test_a_memory_only_rehearsal_reports_no_step_time(memory_only, monkeypatch):
 def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
-    few = rehearsal.truncate_plan(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, find_config("llama3-8b"), 2, False)
     mixer = few.shape.mixers[0]
     policy = few.layout.kept[0]
     forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, policy)
@@ -262,7 +262,7 @@ def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(
 def test_real_exchanges_are_compared_and_divided_by_layers():
     """On one rank of many, exchanges are local copies: their planned seconds are left out."""
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
-    few = rehearsal.truncate_plan(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, find_config("llama3-8b"), 2, False)
     forward, _ = layer_seconds(
         few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], few.layout.kept[0]
     )
@@ -300,7 +300,7 @@ def test_the_first_pass_of_a_reference_takes_as_long_as_a_forward():
 
 def test_bytes_of_a_node_are_shared_by_its_ranks():
     plan = plan_of("llama3.1-8b", "8xH200").with_changes(input_tier="host")
-    few = rehearsal.truncate_plan(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, find_config("llama3.1-8b"), 2, False)
     sizes = few.work.local_tokens(few.layout.cp), few.shape.hidden
     num_bytes = sum(few.layout.stored_input_bytes(policy, *sizes) for policy in few.layout.kept)
     result = rehearsal.RehearsalResult(1, 1, 1, "", num_bytes, 0, [[1.0, 2.0]] * 2, 7.0)
@@ -310,7 +310,8 @@ def test_bytes_of_a_node_are_shared_by_its_ranks():
 
 
 def test_real_ranks_share_the_memory_of_a_cpu(monkeypatch):
-    few = rehearsal.truncate_plan(plan_of("llama3.1-8b"), 2, False)
+    plan = plan_of("llama3.1-8b")
+    few = rehearsal.truncate_plan(plan, find_config("llama3.1-8b"), 2, False)
     set_free_memory(monkeypatch, 2 * few.ledger.gpu_peak)
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: False)
     rehearsal.check_cpu_memory(few)
@@ -341,17 +342,13 @@ def plan_of(name: str, gpus: str = "1xH200"):
 def test_every_kind_of_layer_is_rehearsed(name):
     """Each kind is represented by its first layer in the model; a single kind by two layers, the
     value of --layers."""
-    truncated = rehearsal.truncate_plan(plan_of(name), 2, False, config=find_config(name))
+    truncated = rehearsal.truncate_plan(plan_of(name), find_config(name), 2, False)
     first_and_count = {
         kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups
     }
     assert first_and_count == KINDS[name]
     assert len(truncated.layers) == truncated.shape.num_layers == 2
     assert truncated.shape.mixers == tuple(find_shape(name).mixers[i] for i in truncated.layers)
-    # Without config.json, windows alone make a kind.
-    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(
-        set(find_shape(name).mixers)
-    )
 
 
 def test_more_layers_are_those_of_the_most_frequent_kinds():
@@ -365,7 +362,7 @@ def test_more_layers_are_those_of_the_most_frequent_kinds():
 def test_policies_are_those_of_evenly_spaced_layers_of_each_kind():
     # the last layers
     plan = plan_of("gemma-3-27b").with_changes(keep_attention=31, keep_everything=16)
-    kept = rehearsal.truncate_plan(plan, 5, False).layout.kept
+    kept = rehearsal.truncate_plan(plan, find_config("gemma-3-27b"), 5, False).layout.kept
     windowed, full = (
         [i for i, w in enumerate(plan.shape.windows) if bool(w) == is_windowed]
         for is_windowed in (1, 0)
@@ -378,7 +375,7 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
     """Full attention takes 10 times as long as a window, in 10 of 62 layers."""
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = plan_of("gemma-3-27b")
-    few = rehearsal.truncate_plan(plan, 3, False)
+    few = rehearsal.truncate_plan(plan, find_config("gemma-3-27b"), 3, False)
     layer_s = [[1.0, 3.0], [2.0, 4.0], [10.0, 40.0]]
     measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, layer_s, 70.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
@@ -402,7 +399,7 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
 def test_only_parameters_of_rehearsed_layers_are_counted():
     """GLM-4.5's first layer is dense and has far fewer parameters than the others."""
     config = find_config("glm-4.5-air")
-    truncated = rehearsal.truncate_plan(plan_of("glm-4.5-air"), 2, False, config=config)
+    truncated = rehearsal.truncate_plan(plan_of("glm-4.5-air"), config, 2, False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             truncate_config(AutoConfig.for_model(**config), truncated.layers)

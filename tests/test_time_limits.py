@@ -18,9 +18,10 @@ from ithaka.layer import stages
 from ithaka.mixers.softmax import SoftmaxMixer
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
+from ithaka.profile.position import PhaseTracker
 from ithaka.train import heartbeat, watch
 from ithaka.train import trainer as trainer_module
-from ithaka.train.heartbeat import Limits, PhaseTracker
+from ithaka.train.heartbeat import Limits
 from ithaka.train.watch import SLOW_STEPS, SlowRanks
 from ranks import Ranks
 from runs import metrics, run, run_and_record_exit, tiny_run, validate, wait_for

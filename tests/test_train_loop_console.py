@@ -20,10 +20,12 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
+from allocations import fake_gpu_memory
 from ithaka.checkpoint import checkpoints
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, LossConfig
 from ithaka.config.units import format_count, plural
+from ithaka.device_memory import PeakMeter
 from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.shard import count_pairs, pack_batch
 from ithaka.log import console as console_module
@@ -308,14 +310,11 @@ def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
 def test_unused_memory_is_that_of_one_rank_and_survives_a_profile(monkeypatch):
     """Another rank has the largest peak. A profile, at whose start this rank had reserved 9 bytes,
     reset the peaks."""
-    figures = {
-        "max_memory_allocated": 3,
-        "max_memory_reserved": 4,
-        "memory_stats": {"num_alloc_retries": 1},
-    }
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    own = RankState(0, False, False, measure_memory(torch.device("cuda", 0), (5, 9)))
+    gpu = torch.device("cuda", 2)
+    fake_gpu_memory(monkeypatch, peak=5, reserved_peak=9)
+    PeakMeter(gpu).restart()
+    fake_gpu_memory(monkeypatch, peak=3, reserved_peak=4, retries=1)
+    own = RankState(0, False, False, measure_memory(gpu))
     other = RankState(0, False, False, MemoryUse(8, 0, 10, 2, 0))
     monkeypatch.setattr(agreement, "gather_objects", lambda own: [own, other])
     host_bytes = own.memory.host_peak_bytes

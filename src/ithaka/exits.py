@@ -132,3 +132,8 @@ def exit_code_for(error: BaseException) -> ExitCode:
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY
     return ExitCode.TRANSIENT if is_transient(error) else ExitCode.FAILED
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the device, the host or the store ran out of memory."""
+    return error is not None and exit_code_for(error) == ExitCode.OUT_OF_MEMORY

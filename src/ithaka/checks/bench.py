@@ -26,8 +26,8 @@ from ithaka.comm.exchange import all_gather, reduce_scatter
 from ithaka.comm.mesh import default_device, make_node_groups
 from ithaka.config import ConfigError
 from ithaka.config.units import format_bytes
+from ithaka.device_memory import free_bytes
 from ithaka.facts.dtypes import default_dtype
-from ithaka.facts.machine import available_memory
 from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import DeviceTimeline
@@ -85,9 +85,9 @@ def measure_attention(
     )
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     num_bytes = (sum(heads) + case.heads) * case.tokens * row_bytes  # with the output
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if num_bytes > free_bytes:
-        rule = f"needs {format_bytes(num_bytes)}, and {format_bytes(free_bytes)} are free"
+    room = free_bytes(device)
+    if num_bytes > room:
+        rule = f"needs {format_bytes(num_bytes)}, and {format_bytes(room)} are free"
         raise ConfigError(f"--tokens={case.tokens} {rule}; use fewer tokens or heads")
     q, k, v, dout = (
         torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads

@@ -6,7 +6,7 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,12 +23,13 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
+from ithaka.exits import ran_out_of_memory
 from ithaka.facts.attention import AttentionKind
 from ithaka.facts.dtypes import default_dtype
 from ithaka.facts.machine import available_memory
 from ithaka.facts.sizes import RESERVE_BYTES
 from ithaka.layout import Layout
-from ithaka.model.build import build_model, keep_layers, read_hf_config
+from ithaka.model.build import build_model, keep_layers, read_hf_config, read_layers
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import (
     LayerGroup,
@@ -40,17 +41,17 @@ from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, join_kernels
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
-from ithaka.plan.seconds import Seconds, layer_seconds
+from ithaka.plan.seconds import Seconds, seconds_by_layer
 from ithaka.profile.live import LiveBytes
+from ithaka.profile.position import HostPosition
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
+from ithaka.roots.layer_kinds import LayerKind
 from ithaka.run.trace_plan import run_step
 from ithaka.run.validated import STORE_CATEGORIES
 from ithaka.train.out_of_memory import (
     OutOfMemoryError,
-    OutOfMemoryTracker,
     explain_out_of_memory,
-    ran_out_of_memory,
 )
 
 DIRECTIONS = ("forward", "backward")
@@ -219,8 +220,7 @@ class TruncatedPlan(Plan):
     """The plan of a model with a few of its layers."""
 
     layers: tuple[int, ...] = ()  # indices in the full model
-    # one per layer of the full model; equal for layers of one kind
-    kinds: tuple[Hashable, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()  # one per layer of the full model
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
@@ -229,29 +229,30 @@ class TruncatedPlan(Plan):
 
 def truncate_plan(
     plan: Plan,
+    config: dict[str, Any],
     num_layers: int,
     memory_only: bool,
     kernel: str = "auto",
-    config: dict[str, Any] | None = None,
 ) -> TruncatedPlan:
     """Map a plan to one with `num_layers` layers, or one of each kind if more, in this device's
     dtype. A kind's activation policies are those of evenly spaced layers; every layer gets the
-    adapters of the layer with the most. `config`: the model's config.json; without it, layers with
-    the same mixer are of one kind."""
+    adapters of the layer with the most. `config`: the model's config.json."""
     shape = plan.shape
-    kinds = tuple[Hashable, ...](plan.shape.mixers)
-    dropped = None
-    layers = choose_layers(kinds, num_layers)
-    if config is not None and "_class_name" not in config:
-        of_config, layers = find_representative_layers(read_hf_config(config), num_layers)
-        dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
-        kinds = tuple(of_config)
+    if "_class_name" in config:
+        kinds = read_layers(config)
+        layers = choose_layers(kinds, num_layers)
+        dropped = None
+    else:
+        kinds, layers = find_representative_layers(read_hf_config(config), num_layers)
+        dropped = sum(kind.num_parameters for i, kind in enumerate(kinds) if i not in layers)
     truncated = shape.keep_layers(layers, dropped)
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))
     work = replace(plan.work, document_tokens=MEMORY_ONLY_DOCUMENT) if memory_only else plan.work
-    few = TruncatedPlan(truncated, plan.layout, plan.hardware, work, layers=layers, kinds=kinds)
+    few = TruncatedPlan(
+        truncated, plan.layout, plan.hardware, work, layers=layers, kinds=tuple(kinds)
+    )
     like = [
         all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]
         for _, rehearsed, all_layers in few.groups
@@ -314,13 +315,13 @@ def rehearse_plan(
     """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the
     peak's phase."""
     config = find_config(model)
-    memory_tracker = OutOfMemoryTracker(default_device())
+    position = HostPosition(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         allowed_bytes = min(total_bytes, plan.hardware.gpu.memory_bytes) - RESERVE_BYTES
         torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     try:
-        with listening(memory_tracker):
+        with listening(position):
             measured = rehearse(
                 config,
                 truncated.layout,
@@ -338,7 +339,7 @@ def rehearse_plan(
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        explanation = explain_out_of_memory(truncated, error, memory_tracker, model)
+        explanation = explain_out_of_memory(truncated, error, position, model)
         raise OutOfMemoryError(explanation) from error
     return compare_with_plan(plan, truncated, measured), measured.peak_phase
 
@@ -346,16 +347,11 @@ def rehearse_plan(
 def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
     """Planned seconds of each layer: forward, with that of a reference, and backward if the plan
     trains."""
-    policies = plan.layout.layer_policies(plan.shape.num_layers)
-    pairs = list(zip(plan.shape.mixers, policies, strict=True))
-    seconds = {}
-    for mixer, policy in set(pairs):
-        forward, backward = layer_seconds(
-            plan.shape, plan.layout, plan.hardware, plan.work, mixer, policy
-        )
-        forward = forward.times(1 + plan.work.reference)
-        seconds[mixer, policy] = (forward, backward.times(plan.work.trains))
-    return [seconds[pair] for pair in pairs]
+    layers = seconds_by_layer(plan.shape, plan.layout, plan.hardware, plan.work)
+    return [
+        (forward.times(1 + plan.work.reference), backward.times(plan.work.trains))
+        for forward, backward in layers
+    ]
 
 
 def _exchange_per_layer(plan: Plan) -> float:

@@ -263,7 +263,7 @@ class Selftest:
             context = self.context >> i
             wanted = check_request.make_request(self.model, machine, str(context), 1, changes)
             plan = wanted.plan()
-            few = rehearse.truncate_plan(plan, 2, False, "auto", dict(wanted.hf_config))
+            few = rehearse.truncate_plan(plan, dict(wanted.hf_config), 2, False)
             is_quick = 5 * few.step_s < SECTIONS["plan"]
             fits = is_quick and plan.fits
             few_fit = is_quick and few.fits

@@ -43,13 +43,9 @@ from ithaka.foreign.hugging_face import attention_of
 from ithaka.layout import Layout, layout_from_config
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
-from ithaka.model.truncate import (
-    LayerKind,
-    find_representative_layers,
-    group_layers,
-    truncate_config,
-)
+from ithaka.model.truncate import find_representative_layers, group_layers, truncate_config
 from ithaka.roots.find import find_root
+from ithaka.roots.layer_kinds import LayerKind
 from ithaka.roots.rotary import InFloat64
 from ithaka.roots.vision import count_values
 from ithaka.run.adopt import adopt_adapter

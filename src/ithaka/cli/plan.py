@@ -326,7 +326,7 @@ def rehearse_command(
     with status("trying attention kernels"):
         request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.attention_kinds))
     plan = request.forward_plan() if evaluate else request.plan()
-    truncated = rehearsal.truncate_plan(plan, layers, memory_only, kernel, find_config(model))
+    truncated = rehearsal.truncate_plan(plan, find_config(model), layers, memory_only, kernel)
     rehearsal.check_cpu_memory(truncated)
     header = rehearsal.describe_rehearsal(plan, truncated)
     if not is_rank_0():

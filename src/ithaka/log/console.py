@@ -23,7 +23,7 @@ from ithaka.log.metrics import MetricsFile, StepRecord
 from ithaka.log.trackers import FinalStatus, Trackers
 
 if TYPE_CHECKING:
-    from ithaka.profile.timeline import StepProgress
+    from ithaka.profile.progress import StepProgress
 
 # Metrics of DPO that a line does not show.
 HIDDEN = (

@@ -5,8 +5,6 @@ save, or an event.
 """
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -62,11 +60,6 @@ class StepRecord:
     def values(self) -> dict[str, Any]:
         values = asdict(self)
         return values.pop("sources") | values
-
-
-def host_peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class MetricsFile:

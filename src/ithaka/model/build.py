@@ -1,7 +1,7 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -53,6 +53,7 @@ from ithaka.model.generate import generate
 from ithaka.model.truncate import read_kinds, truncate_config
 from ithaka.phases import MemoryCategory, set_category
 from ithaka.roots.find import check_arguments
+from ithaka.roots.layer_kinds import LayerKind
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters, lora_options
 from ithaka.weights.formats import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
@@ -192,11 +193,11 @@ def build_model(
     return model.train(trains)
 
 
-def read_layers(values: dict[str, Any]) -> list[Hashable]:
+def read_layers(values: dict[str, Any]) -> list[LayerKind]:
     """The kind of each layer. All blocks of a video transformer are of one kind."""
     if "_class_name" in values:
-        return [None] * values["num_layers"]
-    return [*read_kinds(read_hf_config(values))]
+        return [LayerKind((), (), 0, "")] * values["num_layers"]
+    return read_kinds(read_hf_config(values))
 
 
 def keep_layers(values: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
-from ithaka.facts.machine import available_memory
+from ithaka.device_memory import device_memory, free_bytes
 from ithaka.foreign.hugging_face import attention_of, set_attention
 from ithaka.foreign.torch_core import forward_pre_hooks
 from ithaka.inputs.calls import CallChecker, compute_dtype, evaluating
@@ -128,12 +128,13 @@ def _fits_gathered(model: PreTrainedModel) -> bool:
     mesh = model.ithaka_mesh
     dtype = compute_dtype(model, model.ithaka_root.layout)
     num_bytes = sum(param.numel() for param in model.parameters()) * dtype.itemsize
+    room = free_bytes(mesh.device)
     if mesh.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
-        free_bytes = torch.cuda.mem_get_info(mesh.device)[0] + unused
+        memory = device_memory(mesh.device)
+        room += memory.reserved - memory.allocated
     else:
-        free_bytes = available_memory() // mesh.world_size
-    return all(gather_objects(2 * num_bytes <= free_bytes))
+        room //= mesh.world_size
+    return all(gather_objects(2 * num_bytes <= room))
 
 
 def _run_unpacked(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,59 +1,25 @@
 """Truncate a model to a few layers, with at least one of each kind."""
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from ithaka.blocks.experts import describe_mlp
 from ithaka.roots.find import find_root
+from ithaka.roots.layer_kinds import LAYER_INDICES, LayerKind, find_kinds, list_settings
 from ithaka.weights.adapters import auto_class
 
 # The number of first layers without experts.
 NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-LAYER_INDICES = ("attn_layer_indices", "mlp_only_layers", "moe_layers")
-# Their lengths may equal the number of layers.
-OTHER_LISTS = ("_token_id", "time_step_limit", "_multipliers")
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What makes layers differ, apart from the values of their parameters."""
-
-    settings: tuple[str, ...]  # the layer's entries in the configuration's lists
-    modules: tuple[tuple[str, type], ...]
-    parameters: tuple[tuple[str, torch.Size], ...]
-    mlp: str  # its name, if it has another kind than most
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.parameters)
 
 
 def read_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     """The kind of each layer of the model that a Hugging Face configuration describes."""
     with torch.device("meta"):
         model = auto_class(config.model_type).from_config(config, trust_remote_code=False)
-    layers = find_root(model).layers
-    lists = _layer_lists(config.get_text_config().to_dict(), len(layers)).values()
-    kinds = []
-    for i, layer in enumerate(layers):
-        settings = tuple(repr(values[i]) for values in lists)
-        modules = tuple((name, type(module)) for name, module in layer.named_modules())
-        parameters = tuple((name, param.shape) for name, param in layer.named_parameters())
-        kinds.append(LayerKind(settings, modules, parameters, describe_mlp(layer)))
-    return kinds
-
-
-def _layer_lists(values: dict[str, Any], num_layers: int) -> dict[str, Sequence[Any]]:
-    """The lists of a decoder's configuration that have one entry per layer."""
-    lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
-    names = [name for name in lists if name not in LAYER_INDICES and not name.endswith(OTHER_LISTS)]
-    return {name: lists[name] for name in names if len(lists[name]) == num_layers}
+    return find_kinds(config, find_root(model).layers)
 
 
 def choose_layers(kinds: Sequence[Hashable], count: int) -> tuple[int, ...]:
@@ -74,14 +40,14 @@ class LayerGroup(NamedTuple):
 
 
 def group_layers(
-    kinds: Sequence[Hashable], layers: Sequence[int], mixers: Sequence[str]
+    kinds: Sequence[LayerKind], layers: Sequence[int], mixers: Sequence[str]
 ) -> list[LayerGroup]:
     """Group layers by kind, with names. `layers`, `mixers`: of the truncated model."""
     groups = []
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, layer in enumerate(layers) if kinds[layer] == kind]
         own = [i for i, other in enumerate(kinds) if other == kind]
-        name = ", ".join(filter(None, (mixers[chosen[0]], getattr(kind, "mlp", ""))))
+        name = ", ".join(filter(None, (mixers[chosen[0]], kind.mlp)))
         groups.append(LayerGroup(name, chosen, own))
     uses = Counter(group.name for group in groups)
     for number, group in enumerate(groups):
@@ -96,7 +62,7 @@ def truncate_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrain
     values = config.to_dict()
     text = values if config.get_text_config() is config else values["text_config"]
     num_layers = config.get_text_config().num_hidden_layers  # some configurations do not store it
-    for name, value in _layer_lists(text, num_layers).items():
+    for name, value in list_settings(text, num_layers).items():
         text[name] = [value[i] for i in layers]
     for name in NUM_DENSE:
         if text.get(name) is not None:

@@ -375,6 +375,15 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
     return gather_seconds(num_bytes, hardware, replicas) + all_reduce
 
 
+def seconds_by_layer(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> list[tuple[Seconds, Seconds]]:
+    """Return (forward, backward) of each layer."""
+    layers = list(zip(shape.mixers, layout.layer_policies(shape.num_layers), strict=True))
+    seconds = {layer: layer_seconds(shape, layout, hardware, work, *layer) for layer in set(layers)}
+    return [seconds[layer] for layer in layers]
+
+
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """One optimizer step: all micro-steps, then the update. Without training: a forward."""
     total = _loss_seconds(shape, layout, hardware, work)
@@ -478,9 +487,8 @@ def planned_shares(
     """Shares of a micro-step's planned time, by phase: each layer's forward and backward, and the
     loss."""
     seconds: dict[tuple[str, ...], float] = {}
-    keeps = layout.layer_policies(shape.num_layers)
-    for i, (mixer, kept) in enumerate(zip(shape.mixers, keeps, strict=True)):
-        forward, backward = layer_seconds(shape, layout, hardware, work, mixer, kept)
+    layers = seconds_by_layer(shape, layout, hardware, work)
+    for i, (forward, backward) in enumerate(layers):
         seconds[f"layer {i}", "forward"] = forward.total
         seconds[f"layer {i}", "backward"] = backward.total
     step = step_seconds(shape, layout, hardware, work)

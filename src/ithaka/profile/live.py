@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 import ithaka
+from ithaka.device_memory import PeakMeter
 from ithaka.foreign.torch_core import (
     FakeTensor,
     OpOverload,
@@ -188,6 +189,7 @@ class AllocatorHistory(MemoryMap):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        self.peak_meter = PeakMeter(device)
         self.snapshot: dict[str, Any] = {}
         self._categories: list[tuple[int, Allocation]] = []  # address, category and shape
         self._initial_bytes: dict[int, int] = {}  # by address, live before recording
@@ -195,7 +197,7 @@ class AllocatorHistory(MemoryMap):
 
     def __enter__(self) -> Self:
         torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.peak_meter.restart()
         for segment in snapshot_allocator(self.device)["segments"]:
             if segment["device"] == (self.device.index or 0):
                 for block in segment["blocks"]:
@@ -210,7 +212,7 @@ class AllocatorHistory(MemoryMap):
 
     def _stop(self, kind: type[BaseException] | None, *_: object) -> None:
         tag_allocations("")
-        self.measured_peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.measured_peak_bytes = self.peak_meter.read()
         self.snapshot = snapshot_allocator(self.device)
         record_allocator(self.device, None)
         if kind is None:

@@ -36,13 +36,13 @@ from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.mixers.attention_call import ATTENTION, PlaceholderMask, find_masks
 from ithaka.mixers.kinds import find_taps
+from ithaka.roots.layer_kinds import describe_layer
 from ithaka.roots.recorder import (
     LENGTHS,
     Recorder,
     config_lengths,
     describe_arguments,
     describe_config,
-    describe_layer,
     randomize,
     read_calls,
     refusal,

@@ -231,24 +231,6 @@ def randomized_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def describe_layer(layer: nn.Module) -> tuple[tuple[str, type[nn.Module], str, str], ...]:
-    """Equal for layers that compute the same function, up to the values of their parameters."""
-    description = []
-    for name, module in layer.named_modules():
-        scalars = {
-            k: v
-            for k, v in vars(module).items()
-            if isinstance(v, int | float | str | None) and k != "layer_idx"
-        }
-        shapes = {
-            k: (tuple(v.shape), v.requires_grad)
-            for k, v in module._parameters.items()
-            if v is not None
-        }
-        description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
-    return tuple(description)
-
-
 def describe_config(config: PreTrainedConfig, index: int) -> tuple[str, tuple[str, ...]]:
     """Equal for configurations with the same settings that layers read, and the same layer type."""
     values = {

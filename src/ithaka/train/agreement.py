@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ithaka.comm.agree import gather_objects
-from ithaka.log.metrics import host_peak_bytes
+from ithaka.device_memory import device_memory
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,19 @@ class MemoryUse:
         return MemoryUse(**most)
 
 
-def device_peaks(device: torch.device, earlier: tuple[int, int]) -> tuple[int, int]:
-    """Peaks of the bytes allocated and reserved on a GPU. `earlier`: before they were reset."""
-    allocated = torch.cuda.max_memory_allocated(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    return max(allocated, earlier[0]), max(reserved, earlier[1])
-
-
-def measure_memory(device: torch.device, earlier: tuple[int, int] = (0, 0)) -> MemoryUse:
-    """Measure this rank's memory. `earlier`: as in `device_peaks`."""
-    host_bytes = host_peak_bytes()
+def measure_memory(device: torch.device) -> MemoryUse:
+    """Measure this rank's memory."""
+    host_bytes = device_memory(torch.device("cpu")).peak
     if device.type != "cuda":
         return MemoryUse(None, host_bytes)
-    allocated, reserved = device_peaks(device, earlier)
-    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-    return MemoryUse(allocated, host_bytes, reserved, reserved - allocated, retries)
+    memory = device_memory(device)
+    return MemoryUse(
+        device_peak_bytes=memory.peak,
+        host_peak_bytes=host_bytes,
+        device_reserved_bytes=memory.reserved_peak,
+        device_unused_bytes=memory.reserved_peak - memory.peak,
+        allocator_retries=memory.retries,
+    )
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class StepFigures:
     slow_disk_bytes_s: float  # of the disk tier, if the step waited for it; else 0
     attention_s: float
     attention_work: float  # query-key pairs times heads
-    pauses: list[float]  # the longest so far, in the order of heartbeat.KINDS
+    pauses: list[float]  # the longest so far, in the order of position.KINDS
 
 
 @dataclass(frozen=True)

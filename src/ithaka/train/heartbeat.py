@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import socket
 import sys
@@ -34,10 +33,17 @@ from ithaka.data.stream import tokens_per_round
 from ithaka.exits import ExitCode
 from ithaka.facts.machine import available_memory
 from ithaka.foreign.torch_distributed import default_store, find_flight_recorder
-from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import GPUS, Hardware, gpu_named
-from ithaka.plan.seconds import layer_seconds
-from ithaka.profile.timeline import DeviceTimeline, Mark
+from ithaka.phases import PhasePath
+from ithaka.plan.hardware import GPUS, gpu_named
+from ithaka.plan.seconds import seconds_by_layer
+from ithaka.profile.position import (
+    ATTENTION,
+    STEP,
+    UPDATE,
+    VALIDATION,
+    PhaseTracker,
+    pause_kind,
+)
 from ithaka.run.launch import Outcome, exit_rank
 from ithaka.run.streams import call_in_time, write_stderr
 from ithaka.run.validated import Run
@@ -61,33 +67,6 @@ MAX_LISTED_RANKS = 8
 LOW_MEMORY_BYTES = 2**30  # host memory
 
 Beat = dict[str, Any]
-
-
-# Kinds of pauses, each the time between two phases that count as progress. Attention's grow with
-# the document length.
-ATTENTION = "attention"
-STEP = "step"
-UPDATE = "update"
-VALIDATION = "validation"
-KINDS = (ATTENTION, STEP, UPDATE, VALIDATION)
-BETWEEN_STEPS = ("between steps",)
-
-
-def pause_kind(path: PhasePath) -> str | None:
-    """Return the kind of the pause that starts with this phase, or None if it is not measured."""
-    outermost = path[0] if path else ""
-    if outermost == "optimizer":
-        return UPDATE
-    if outermost == "validation":
-        return VALIDATION
-    if outermost.startswith(("layer ", "loss ", "embedding")):
-        return ATTENTION if _is_attention(path[:4]) else STEP
-    return None
-
-
-def _is_attention(path: PhasePath) -> bool:
-    """Whether the phase is attention in a step: ("layer 3", "forward", "attention", "stage 0")."""
-    return len(path) == 4 and path[0].startswith("layer ") and path[2] == "attention"
 
 
 @dataclass(frozen=True)
@@ -118,7 +97,8 @@ class Limits:
             gpus = [gpu for gpu in GPUS.values() if gpu.name != "CPU"]
             slowest = min(gpus, key=lambda gpu: gpu.matmul_flops)
             hardware = dataclasses.replace(hardware, gpu=slowest)
-        longest_s = max(backward for _, backward in _planned_layer_seconds(run, hardware))
+        layers = seconds_by_layer(run.shape, run.layout, hardware, run.work)
+        longest_s = max(backward.total for _, backward in layers)
         planned = LIMIT_FACTOR * longest_s
         model = run.config.model.path
         paths = (model, *model.rglob("*")) if model else ()
@@ -167,22 +147,12 @@ class Limits:
         return {"timeouts": f"{others}; {steps}"}
 
 
-def _planned_layer_seconds(run: Run, hardware: Hardware) -> list[tuple[float, float]]:
-    """(forward, backward) for each layer."""
-    shape = run.shape
-    layout = run.layout
-    layers = list(zip(shape.mixers, layout.layer_policies(shape.num_layers), strict=True))
-    seconds = {
-        layer: layer_seconds(shape, layout, hardware, run.work, *layer) for layer in set(layers)
-    }
-    return [(seconds[layer][0].total, seconds[layer][1].total) for layer in layers]
-
-
 def validation_seconds(run: Run) -> float:
     """Planned duration of a validation, without the loss."""
     global_batch = run.work.batch * run.num_ranks // run.layout.cp
     num_batches = -(-run.config.train.validate_sequences // global_batch)
-    return num_batches * sum(forward for forward, _ in _planned_layer_seconds(run, run.hardware))
+    layers = seconds_by_layer(run.shape, run.layout, run.hardware, run.work)
+    return num_batches * sum(forward.total for forward, _ in layers)
 
 
 def _bytes_to_tokenize(run: Run) -> float:
@@ -194,93 +164,12 @@ def _bytes_to_tokenize(run: Run) -> float:
     return min(run.data_bytes, MAX_BYTES_PER_TOKEN * tokens)
 
 
-class PhaseTracker(Listener):
-    """Tracks the phase this rank's device is in, its longest pauses and its time in attention."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        self.step = 0
-        self.warm = False  # true after the first step, which compiles and tries kernels
-        self._lock = threading.Lock()
-        self._passed = 0
-        self._path = PhasePath()
-        # With the phase, and whether its pause counts.
-        self._timeline = DeviceTimeline[tuple[PhasePath, bool]](device)
-        self._pause_start: Mark | None = None  # of the last phase reached, if its pause counts
-        self._longest_pauses = dict.fromkeys(KINDS, 0.0)
-        # Longest pauses in attention: in this step, and expected if a document fills the context.
-        self._step_pause = 0.0
-        self._full_pause = math.inf
-        self._attention: list[list[Mark]] = []  # [start, end]
-
-    def enter(self, path: PhasePath) -> None:
-        # Track a layer's direction, its stages and exchanges, and phases outside layers. Tiles are
-        # too frequent.
-        waits = path[-1] == "exchange"
-        if len(path) == 2 or _is_attention(path) or waits or not path[0].startswith("layer "):
-            mark = self._timeline.push((path, self.warm))
-            if _is_attention(path):
-                self._attention.append([mark])
-            elif waits and _is_attention(path[:-1]):
-                self._stop_attention(mark)
-
-    def leave(self, path: PhasePath) -> None:
-        if _is_attention(path):
-            self._stop_attention(self._timeline.mark())
-        elif path[-1] == "exchange" and _is_attention(path[:-1]):
-            self._attention.append([self._timeline.mark()])
-        elif path in (("optimizer",), ("validation",)):
-            self._timeline.push((BETWEEN_STEPS, self.warm))
-
-    def _stop_attention(self, mark: Mark) -> None:
-        if self._attention:
-            self._attention[-1].append(mark)
-
-    def now(self) -> tuple[int, int, PhasePath]:
-        """Return the step, the number of phases passed since the start, and the current phase."""
-        with self._lock:
-            for mark, (path, counts) in self._timeline.pop_reached():
-                self._count_pause(mark)
-                self._path = path
-                self._passed += 1
-                self._pause_start = mark if counts else None
-            return self.step, self._passed, self._path
-
-    def _count_pause(self, end: Mark) -> None:
-        kind = pause_kind(self._path)
-        if self._pause_start is None or kind is None:
-            return
-        seconds = self._timeline.seconds(self._pause_start, end)
-        self._longest_pauses[kind] = max(self._longest_pauses[kind], seconds)
-        if kind == ATTENTION:
-            self._step_pause = max(self._step_pause, seconds)
-
-    def end_step(self, full_ratio: float = 1.0) -> tuple[float, list[float]]:
-        """Return this step's seconds in attention, and the longest pauses so far in the order of
-        KINDS. `full_ratio`: attention work if every sequence were a single document / work of this
-        step; it bounds the pauses of such steps. The device must have finished the step's
-        attention."""
-        self.now()
-        pauses = dict(self._longest_pauses)
-        if self._step_pause:
-            self._full_pause = min(self._full_pause, full_ratio * self._step_pause)
-            self._step_pause = 0.0
-        if self._full_pause < math.inf:
-            pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
-        self.warm = True
-        intervals = [each for each in self._attention if len(each) == 2]
-        self._attention = []
-        attention_s = sum(self._timeline.seconds(start, end) for start, end in intervals)
-        return attention_s, list(pauses.values())
-
-
 class Heartbeat:
     """Publishes this rank's position and watches the other ranks, in threads, from `start` to
     `close`. Does nothing on a single rank."""
 
-    def __init__(self, tracker: PhaseTracker, limits: Limits, run_dir: Path) -> None:
-        self.tracker = tracker
+    def __init__(self, device: torch.device, limits: Limits, run_dir: Path) -> None:
+        self.tracker = PhaseTracker(device)
         self.limits = limits
         self.run_dir = run_dir
         self.rank = dist.get_rank()
@@ -481,7 +370,7 @@ class Heartbeat:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"stacks-{self.rank}.txt").write_text(stacks, encoding="utf-8")
         dump = find_flight_recorder()
-        if self.tracker.on_gpu and dump is not None:
+        if self.tracker.device.type == "cuda" and dump is not None:
             (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
         return True
 

@@ -5,18 +5,14 @@ from dataclasses import asdict
 
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
-from ithaka.exits import ExitCode, exit_code_for
+from ithaka.exits import ExitCode, exit_code_for, ran_out_of_memory
 from ithaka.log.metrics import StepRecord, note_startup
 from ithaka.phases import listening, phase
 from ithaka.run.validated import Run
 from ithaka.train.agreement import RankState, agree, measure_memory
-from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
+from ithaka.train.heartbeat import Heartbeat, Limits, validation_seconds
 from ithaka.train.journal import open_console, print_header, record_step
-from ithaka.train.out_of_memory import (
-    OutOfMemoryTracker,
-    make_out_of_memory_error,
-    ran_out_of_memory,
-)
+from ithaka.train.out_of_memory import make_out_of_memory_error
 from ithaka.train.prepare import prepare
 from ithaka.train.saving import Saving
 from ithaka.train.shutdown import GracefulShutdown
@@ -32,14 +28,13 @@ def train(run: Run, only_profile: bool = False) -> int:
     Returns the exit code: DONE after the last step, SIGNALED + signal when stopped, after saving.
     Raises ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with a
     complete message. `only_profile`: save nothing."""
-    memory_tracker = OutOfMemoryTracker(default_device())
+    device = default_device()
     shutdown = GracefulShutdown(run)
-    tracker = PhaseTracker(memory_tracker.device)
     limits = Limits.for_run(run)
     start_process_group()
     limits = Limits.largest(gather_objects(limits))
-    heartbeat = Heartbeat(tracker, limits, run.run_dir)
-    with shutdown.catching_signals(), listening(memory_tracker), listening(tracker):
+    heartbeat = Heartbeat(device, limits, run.run_dir)
+    with shutdown.catching_signals(), listening(heartbeat.tracker):
         try:
             heartbeat.start()
             set_timeouts(2 * limits.longest)
@@ -52,7 +47,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             heartbeat.close(f"{type(error).__name__}: {error}"[:2000], exit_code_for(error))
             if not ran_out_of_memory(error):
                 raise
-            raise make_out_of_memory_error(run, error, memory_tracker) from error
+            raise make_out_of_memory_error(run, error, heartbeat.tracker) from error
     return ExitCode.SIGNALED + stop_signal if stop_signal else ExitCode.DONE
 
 
@@ -95,7 +90,7 @@ def _run_step(trainer: Trainer, watch: Watch, saving: Saving, shutdown: Graceful
         save_is_due=saving.is_due,
         save_is_done=trainer.saver.is_done,
         figures=watch.measure(batches, step_s),
-        memory=measure_memory(trainer.mesh.device, watch.earlier_peaks),
+        memory=measure_memory(trainer.mesh.device),
     )
     agreed = agree(own)
     watch.report(agreed)

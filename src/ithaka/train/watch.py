@@ -18,9 +18,9 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import planned_shares
 from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.profiled_step import StepProfile, StepTimes, describe_machine
-from ithaka.profile.timeline import Progress
+from ithaka.profile.progress import Progress
 from ithaka.run.validated import drop_reserve
-from ithaka.train.agreement import Agreement, MemoryUse, StepFigures, device_peaks
+from ithaka.train.agreement import Agreement, MemoryUse, StepFigures
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
 
@@ -116,8 +116,6 @@ class Watch:
         self.run = trainer.run
         self.device = trainer.mesh.device
         self.console = trainer.console
-        # Allocated and reserved, up to the last profile, which resets the allocator's peaks.
-        self.earlier_peaks = (0, 0)
         self._slow_ranks = SlowRanks()
         self._reported_disk = False
         self._reported_retries = False
@@ -132,7 +130,7 @@ class Watch:
             self.plan = Plan(run.shape, run.layout, run.hardware, work)
             shares = planned_shares(run.shape, run.layout, run.hardware, work)
             micro_steps = run.config.train.accumulate
-            self._progress = Progress(shares, micro_steps, self.device, self.console.progress)
+            self._progress = Progress(heartbeat.tracker, shares, micro_steps, self.console.progress)
             with self.console.writing("description of the machine and the plan"):
                 self._write_machine_and_plan()
 
@@ -176,8 +174,6 @@ class Watch:
             return None
         if recorded == "times":
             return StepTimes(self.device)
-        if on_gpu:
-            self.earlier_peaks = device_peaks(self.device, self.earlier_peaks)
         return StepProfile(self.trainer.model, self.trainer.optimizer, self.device, self._times)
 
     def measure(self, batches: Sequence[Batch], step_s: float) -> StepFigures:
