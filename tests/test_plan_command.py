@@ -21,6 +21,7 @@ from ithaka.inputs.positions import set_positions
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus, read_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.read_config import WITHOUT_ROPE
+from ithaka.plan.render import render_plan
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.check_request import make_request
 from ithaka.run.preflight import resolve
@@ -82,6 +83,24 @@ def test_text_and_json_agree():
         sum(answer["gpu_holders"].values())
         == answer["gpu_peak_bytes"] + answer["gpu_reserve_bytes"]
     )
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (ARGS, 0),
+        (LONGEST, 0),
+        ([*ARGS[:-1], "100M"], 3),
+        ([*ARGS, "--set", "parallel.cp=2"], 0),
+        (["plan", "gpt-oss-20b", "--gpus", "H200", "--adapter", "8", "--steps", "5"], 0),
+    ],
+)
+def test_the_text_is_rendered_from_the_json_alone(arguments, code):
+    facts = json.loads(run(*arguments, "--json", code=code))
+    assert run(*arguments, code=code).partition("\n\nNext: ")[0].rstrip() == render_plan(facts)
+    mine = {name for name, origin in facts["origins"].items() if origin == "your setting"}
+    assert mine == ({"parallel.cp"} if "parallel.cp=2" in arguments else set())
+    assert facts["origins"].keys() == facts["settings"].keys() >= facts["reasons"].keys()
 
 
 def test_large_rates_are_printed_without_an_exponent():

@@ -209,7 +209,7 @@ def start_run(
     with loading() as status:
         from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
-        from ithaka.plan import show
+        from ithaka.plan import render, tell
         from ithaka.run import launch
         from ithaka.run.preflight import AUTO, preflight
 
@@ -242,7 +242,8 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model = run.config.model
             steps = train.steps if train.epochs is None else None
-            launch.try_print(show.as_text(run.plan, str(model.path or model.embedded), steps))
+            facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
+            launch.try_print(render.render_plan(facts))
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
