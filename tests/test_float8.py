@@ -30,6 +30,7 @@ from ithaka.model import build
 from ithaka.ops import float8
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.render import render_plan
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
@@ -425,7 +426,7 @@ def test_a_plan_that_does_not_fit_names_float8():
     assert space.with_float8.longest_context(1) > 1.6 * longest
     facts = collect_facts(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
     assert facts["ways_out"]["--set"] == "memory.stored_dtype=float8"
-    assert "  --set memory.stored_dtype=float8" in facts["notes"]
+    assert "  --set memory.stored_dtype=float8\n" in render_plan(facts)
     assert replace(space, hardware=parse_gpus("8xA100-80GB")).with_float8 is None
 
 

@@ -98,6 +98,8 @@ def test_text_and_json_agree():
 def test_the_text_is_rendered_from_the_json_alone(arguments, code):
     facts = json.loads(run(*arguments, "--json", code=code))
     assert run(*arguments, code=code).partition("\n\nNext: ")[0].rstrip() == render_plan(facts)
+    sentences = [facts["verdict"], *facts["warnings"], *facts["notes"]]
+    assert all(text == text.strip() and text.isprintable() for text in sentences)
     mine = {name for name, origin in facts["origins"].items() if origin == "your setting"}
     assert mine == ({"parallel.cp"} if "parallel.cp=2" in arguments else set())
     assert facts["origins"].keys() == facts["settings"].keys() >= facts["reasons"].keys()

@@ -14,7 +14,6 @@ from ithaka.config.units import (
     format_duration,
     format_rate,
     format_tokens,
-    unbroken,
 )
 from ithaka.layout import RESERVE_BYTES, SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_SHARE
@@ -26,23 +25,10 @@ from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.shape import StepShape, span_pairs
 
 Facts = dict[str, Any]  # what JSON can hold
-PLANNER = "plan"  # the origin of settings that the user left out
-# Tier -> its name, what its capacity is counted for, and the option that sets it.
-TIERS = {
-    "GPU": ("GPU memory", "GPU", ""),
-    "host": ("host memory", "node", "--host-memory"),
-    "disk": ("disk space", "node", "--disk"),
-}
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with
 # what is free.
 TIGHT_SHARE = 0.95
 FASTER = 1.02  # plans with float8 in host memory are shown from this speedup on
-EXPERT_BYTES = {
-    "gathered_bytes": "gathered",
-    "prefetched_bytes": "prefetched",
-    "unpacked_bytes": "unpacked",
-    "gradient_sum_bytes": "fp32 sums of gradients",
-}
 # Levels of kept activations, each on top of the one before: what layers keep, and what backward
 # recomputes otherwise.
 LEVELS = {
@@ -72,8 +58,8 @@ def answer_request(
         positions = f"{format_tokens(request.positions)} positions"
         if unscaled != request.positions:
             positions += f" ({format_tokens(unscaled)} before scaling)"
-        setting = f"training needs model.rope={unbroken(format_value(rope))}"
-        notes.append(f"{request.model} has {positions}; {setting}")
+        needs = f"training needs model.rope={format_value(rope)}"
+        notes.append(f"{request.model} has {positions}; {needs}")
     facts = collect_facts(plan, request.model, steps, notes)
     facts["warnings"] += _warn_of_tight(plan)
     if rope:
@@ -96,7 +82,7 @@ def collect_facts(
     origins = {name: find_origin(plan, name) for name in plan.settings}
     reasons = _explain_parallelism(plan) | _explain_memory(plan)
     for name in reasons:
-        if origins[name] != PLANNER:
+        if origins[name] != "plan":
             reasons[name] += f" ({origins[name]})"
     facts = {
         "model": model,
@@ -128,31 +114,33 @@ def collect_facts(
         facts[f"{tier}_peak_bytes"] = sum(holders.values()) - reserve
         facts[f"{tier}_bytes"] = getattr(ledger, f"{tier}_bytes")
     if plan.fits:
-        facts |= {"choice": _explain_choice(plan), "alternatives": _compare(plan)}
+        facts |= _compare(plan)
     else:
         facts["ways_out"] = _find_fixes(plan)
-        notes = [*_list_shortages(plan), *_list_fixes(plan, facts["ways_out"]), *notes]
-    facts["notes"] = [*notes, *_describe_parts(plan, facts, steps)]
-    return facts
+    figures, sentences = _describe_parts(plan, steps)
+    return facts | figures | {"notes": [*notes, *sentences]}
 
 
-def _describe_parts(plan: Plan, facts: Facts, steps: int | None) -> Iterator[str]:
-    """What only some plans have: add the figures to `facts`, and yield sentences."""
+def _describe_parts(plan: Plan, steps: int | None) -> tuple[Facts, list[str]]:
+    """Figures and sentences that only some plans have."""
     shape = plan.shape
+    facts: Facts = {}
+    notes = []
     if steps:
         seconds = steps * plan.step_s
         tokens = steps * plan.tokens_per_step
         facts |= {"steps": steps, "hours": seconds / 3600, "tokens": tokens}
-        if plan.fits:
-            yield f"{steps} steps: {format_duration(seconds)}, {tokens / 1e9:.4g} billion tokens"
+        total = f"{format_duration(seconds)}, {tokens / 1e9:.4g} billion tokens"
+        notes += [f"{steps} steps: {total}"] * plan.fits
     if shape.adapter:
         facts["adapter"], sentence = _describe_adapter(plan, shape.adapter.rank)
-        yield sentence
+        notes.append(sentence)
     if plan.work.reference:
-        yield _describe_reference(plan)
+        notes.append(_describe_reference(plan))
     if shape.num_active < shape.num_parameters:
         facts["experts"], sentences = _describe_experts(plan)
-        yield from sentences
+        notes += sentences
+    return facts, notes
 
 
 # ---- the verdict
@@ -182,15 +170,6 @@ def _compare_branches(work: StepShape) -> str:
     return f"{sizes} after {format_tokens(prompt)}: {fewer}"
 
 
-def _list_shortages(plan: Plan) -> Iterator[str]:
-    yield "The closest plan, shown below, lacks:"
-    for tier, (need, have) in plan.ledger.tiers.items():
-        if need > have:
-            name, owner, _ = TIERS[tier]
-            sizes = f"each {owner} needs {need / GIB:.1f} GiB and has {have / GIB:.1f} GiB"
-            yield f"  {(need - have) / GIB:.1f} GiB of {name}: {sizes}"
-
-
 def _find_fixes(plan: Plan) -> dict[str, str]:
     """Options that make the plan fit, each on its own, found by search."""
     work = plan.work
@@ -208,73 +187,60 @@ def _find_fixes(plan: Plan) -> dict[str, str]:
         fixes.setdefault("--set", "memory.stored_dtype=float8")
     if machine := space.smallest_machine(work):
         fixes["--gpus"] = f"{machine.name} ({machine.num_gpus} GPUs)"
-    for tier, (_, _, option) in TIERS.items():
-        if option and (num_bytes := space.smallest_capacity(tier, work)):
+    for option, tier in (("--host-memory", "host"), ("--disk", "disk")):
+        if num_bytes := space.smallest_capacity(tier, work):
             fixes[option] = f"{num_bytes // 10**9}GB"
     if plan.fixed and SearchSpace(plan.shape, plan.hardware).fits(work):
         fixes["without"] = "--set"
     return fixes
 
 
-def _list_fixes(plan: Plan, fixes: dict[str, str]) -> Iterator[str]:
-    if not fixes:
-        fix = "use GPUs with more memory."
-        yield f"Neither a shorter context nor more of these GPUs is enough; {fix}"
-        return
-    yield "Any one of these makes it fit, with other settings than those below:"
-    sizes = {"--host-memory": plan.hardware.host_bytes, "--disk": plan.hardware.disk_bytes}
-    for option, value in fixes.items():
-        size = f"{sizes[option] / 1e9:.0f}GB" if sizes.get(option) else "none"
-        yield f"  {option} {value}" + f" per node (now {size})" * (option in sizes)
-
-
 def _warn_of_tight(plan: Plan) -> Iterator[str]:
     """Host memory or disk that is nearly all planned. The search fills GPU memory on purpose."""
     ledger = plan.ledger
-    for tier, need in {"host": ledger.host_needed, "disk": ledger.disk_peak}.items():
-        have = ledger.tiers[tier][1]
+    needs = {
+        "Host memory": (ledger.host_needed, ledger.host_bytes, "--host-memory"),
+        "Disk space": (ledger.disk_peak, ledger.disk_bytes, "--disk"),
+    }
+    for name, (need, have, option) in needs.items():
         if plan.fits and need > TIGHT_SHARE * have:
-            name, _, option = TIERS[tier]
             sizes = f"{need / GIB:.1f} of {have / GIB:.1f} GiB per node"
             fix = f"Nodes often have less free; set {option} to what yours have."
-            yield f"{name.capitalize()} is tight: {sizes}. {fix}"
+            yield f"{name} is tight: {sizes}. {fix}"
 
 
 # ---- other plans
 
 
-def _compare(plan: Plan) -> list[Facts]:
-    """The plan and the best of other kinds, fastest first."""
+def _compare(plan: Plan) -> Facts:
+    """The plan and the best of other kinds, fastest first, and why it was chosen."""
+    plans = sorted((plan, *plan.alternatives), key=lambda each: -each.tokens_per_s_per_gpu)
+    fastest = plans[0]
+    choice = "the fastest that fits"
+    if fastest is not plan:
+        slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
+        host_bytes = fastest.ledger.host_needed - plan.ledger.host_needed
+        saved = f"{format_bytes(host_bytes)} less host memory"
+        if disk_bytes := fastest.ledger.disk_peak - plan.ledger.disk_peak:
+            saved = f"{format_bytes(disk_bytes)} less disk"
+        choice = f"{slower:.1%} slower than {choice}, with {saved} per node"
     rows = []
-    for other in sorted((plan, *plan.alternatives), key=lambda other: -other.tokens_per_s_per_gpu):
-        layout = other.layout
+    for each in plans:
+        layout = each.layout
         kept = f"{layout.keep_attention} on {layout.attention_tier}"
-        rows.append(
-            {
-                "is_chosen": other is plan,
-                "cp": layout.cp if layout.ring == 1 else f"{layout.ulysses}x{layout.ring}",
-                "heads_per_stage": other.settings["parallel.heads_per_stage"],
-                "inputs": layout.input_tier,
-                "attention": kept if layout.keep_attention else "none",
-                "optimizer": "host" if layout.offload_optimizer else "device",
-                "tokens_per_s_per_gpu": other.tokens_per_s_per_gpu,
-                "gpu_gib": other.ledger.gpu_peak / GIB,
-                "host_gib": other.ledger.host_peak / GIB,
-            }
-        )
-    return rows
-
-
-def _explain_choice(plan: Plan) -> str:
-    fastest = max((plan, *plan.alternatives), key=lambda other: other.tokens_per_s_per_gpu)
-    if fastest is plan:
-        return "the fastest that fits"
-    slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
-    host_bytes = fastest.ledger.host_needed - plan.ledger.host_needed
-    saved = f"{format_bytes(host_bytes)} less host memory"
-    if disk_bytes := fastest.ledger.disk_peak - plan.ledger.disk_peak:
-        saved = f"{format_bytes(disk_bytes)} less disk"
-    return f"{slower:.1%} slower than the fastest that fits, with {saved} per node"
+        row = {
+            "is_chosen": each is plan,
+            "cp": layout.cp if layout.ring == 1 else f"{layout.ulysses}x{layout.ring}",
+            "heads_per_stage": each.settings["parallel.heads_per_stage"],
+            "inputs": layout.input_tier,
+            "attention": kept if layout.keep_attention else "none",
+            "optimizer": "host" if layout.offload_optimizer else "device",
+            "tokens_per_s_per_gpu": each.tokens_per_s_per_gpu,
+            "gpu_gib": each.ledger.gpu_peak / GIB,
+            "host_gib": each.ledger.host_peak / GIB,
+        }
+        rows.append(row)
+    return {"choice": choice, "alternatives": rows}
 
 
 # ---- adapters, references and experts
@@ -334,30 +300,28 @@ def _describe_experts(plan: Plan) -> tuple[Facts, list[str]]:
         seconds = replace(plan, work=replace(plan.work, context=context)).seconds
         if seconds.exchange > seconds.total / 2:
             shortest = 2 * context
-    facts = {
-        "parameters": shape.num_parameters,
-        "active_parameters": shape.num_active,
-        "gathered_bytes": gathered,
-        "prefetched_bytes": gathered * is_ahead,
-        "unpacked_bytes": shape.packed_layer[0] * layout.element_bytes,
-        "gradient_sum_bytes": shape.trained_layer * layout.sum_bytes,
-        "shortest_context": shortest,
+    sizes = {
+        "gathered": gathered,
+        "prefetched": gathered * is_ahead,
+        "unpacked": shape.packed_layer[0] * layout.element_bytes,
+        "gradient_sum": shape.trained_layer * layout.sum_bytes,
     }
-    sizes = [
-        f"{format_bytes(facts[key])} {name}" for key, name in EXPERT_BYTES.items() if facts[key]
-    ]
+    layer = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
+    layer = layer.replace("gradient_sum", "fp32 sums of gradients")
     used = f"{format_count(shape.num_active)} of {format_count(shape.num_parameters)} parameters"
     ideal = {name: format_duration(part) for name, part in vars(plan.flop_seconds).items()}
     parts = "attention {attention}, matmuls {linear}, update {update}".format(**ideal)
     step = f"{format_duration(plan.flop_seconds.total)} per step ({parts})"
     notes = [
-        f"experts: {used} are used per token; one layer: {', '.join(sizes)}",
+        f"experts: {used} are used per token; one layer: {layer}",
         f"FLOPs alone, without recomputation: {step}",
     ]
     if shortest:
         wait = f"Below {format_tokens(shortest)} tokens, gathering weights takes most of a step"
         notes.append(f"{wait}: it would need expert parallelism, which ithaka lacks")
-    return facts, notes
+    facts = {f"{name}_bytes": size for name, size in sizes.items()}
+    facts |= {"parameters": shape.num_parameters, "active_parameters": shape.num_active}
+    return facts | {"shortest_context": shortest}, notes
 
 
 # ---- settings
@@ -365,7 +329,7 @@ def _describe_experts(plan: Plan) -> tuple[Facts, list[str]]:
 
 def find_origin(plan: Plan, name: str) -> str:
     """Who chose a setting."""
-    return "your setting" if SETTINGS[name] in plan.fixed else PLANNER
+    return "your setting" if SETTINGS[name] in plan.fixed else "plan"
 
 
 def _explain_parallelism(plan: Plan) -> dict[str, str]:
@@ -416,12 +380,11 @@ def _explain_memory(plan: Plan) -> dict[str, str]:
     if layout.keep_projections:
         added = sum(sizes.gate_up for sizes in layers)
         reasons["memory.checkpoint"] = _explain_level(plan, "keep_everything", added)
-    if layout.stored_dtype:
-        effect = "off the device, attention outputs and the inputs of layers that keep none are "
-        effect += "rounded to one byte"
-        if not layout.rounds:
-            effect = "no effect: nothing off the device is rounded"
-        reasons["memory.stored_dtype"] = effect
+    if layout.rounds:
+        rounded = "attention outputs and the inputs of layers that keep none are rounded"
+        reasons["memory.stored_dtype"] = f"off the device, {rounded} to one byte"
+    elif layout.stored_dtype:
+        reasons["memory.stored_dtype"] = "no effect: nothing off the device is rounded"
     overlap = "exchanges overlap with attention; " * (layout.cp > 1)
     overlap += "backward fetches each input once"
     if not layout.overlap:
@@ -521,20 +484,19 @@ def _explain_attention(plan: Plan) -> tuple[str, list[str]]:
     gpu = plan.hardware.gpu
     name = KERNEL_NAMES.get(gpu.kernel, gpu.kernel)
     if slow := {kind: kernel for kind, kernel in plan.kernels.items() if kernel in SLOW_KERNELS}:
-        softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
-        kinds = ", ".join(
-            dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow)
-        )
+        names = []
+        for kind in slow:
+            softcap = f" and softcap {kind.softcap:g}" if kind.softcap else ""
+            names.append(f"head dim {kind.head_dim}{softcap}")
+        kinds = ", ".join(dict.fromkeys(names))
         kernels = join_kernels(KERNEL_NAMES[kernel] for kernel in slow.values())
-        mixers = tuple(
-            mixer for mixer in shape.mixers if not slow.keys().isdisjoint(mixer.attention)
-        )
+        mixers = tuple(mixer for mixer in shape.mixers if slow.keys() & {*mixer.attention})
         only_slow = replace(plan, shape=replace(shape, mixers=mixers)).flop_seconds.attention
         share = only_slow / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
         layers = f"{len(mixers)} of {shape.num_layers} layers ({kinds}) run {kernels}"
-        name = f"{name}; " * (len(slow) < len(plan.kernels))
         warning = f"Slow attention: {layers}, which takes {share:.0%} of the step"
-        return f"{name}{kernels} for {kinds}, which no faster kernel computes", [warning]
+        fast = f"{name}; " * (len(slow) < len(plan.kernels))
+        return f"{fast}{kernels} for {kinds}, which no faster kernel computes", [warning]
     if "fa4" in gpu.kernels:
         other = "cudnn" if gpu.kernel == "fa4" else "fa4"
         changed = replace(plan, hardware=plan.hardware.with_kernel(other))
