@@ -26,7 +26,7 @@ from ithaka.layout import make_layout
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
-from ithaka.plan.show import as_text
+from ithaka.plan.tell import collect_facts
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from models import tiny_config, tiny_model
@@ -364,6 +364,6 @@ def test_the_plan_includes_the_reference_model(folder):
         more = dpo.ledger.gpu["parameters"] - plain.ledger.gpu["parameters"]
         assert more == (0 if adapter else 2 * plain.shape.num_parameters)
         words = "the model without its adapter" if adapter else "a frozen copy"
-        assert f"\nreference: {words}; its forward" in as_text(
-            dpo, "m"
-        ) and "reference" not in as_text(plain, "m")
+        assert collect_facts(plain, "m")["notes"][bool(adapter) :] == []
+        note = collect_facts(dpo, "m")["notes"][-1]
+        assert note.startswith(f"reference: {words}; its forward")

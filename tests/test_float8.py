@@ -26,10 +26,11 @@ from ithaka.model import build
 from ithaka.ops import float8
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.render import render_plan
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.plan.show import as_text
+from ithaka.plan.tell import collect_facts
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace_plan import trace_model
@@ -417,8 +418,9 @@ def test_a_plan_that_does_not_fit_names_float8():
     space = SearchSpace(shape, machine)
     longest = space.longest_context(1)
     assert space.with_float8.longest_context(1) > 1.6 * longest
-    text = as_text(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
-    assert "  --set memory.stored_dtype=float8\n" in text
+    facts = collect_facts(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
+    assert facts["ways_out"]["--set"] == "memory.stored_dtype=float8"
+    assert "  --set memory.stored_dtype=float8\n" in render_plan(facts)
     assert replace(space, hardware=parse_gpus("8xA100-80GB")).with_float8 is None
 
 
@@ -439,10 +441,9 @@ def test_float8_without_anything_to_store_is_refused(tmp_path):
         build_run(tiny_run(tmp_path, memory=memory | changes), 1, None, resumes=False)
     shape = find_shape("llama3-8b")
     machine = parse_gpus("8xH200")
-    text = as_text(
-        SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192)), "llama3-8b"
-    )
-    assert "no effect: nothing off the device is rounded" in text
+    plan = SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192))
+    reason = collect_facts(plan, "llama3-8b")["reasons"]["memory.stored_dtype"]
+    assert reason == "no effect: nothing off the device is rounded (from the command line)"
 
 
 def test_a_layer_that_keeps_attention_keeps_its_input_in_full():

@@ -15,13 +15,14 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, RopeConfig, format_value, load_config
+from ithaka.config import ConfigError, Origin, RopeConfig, format_value, load_config
 from ithaka.config.units import format_bytes
 from ithaka.exits import ExitCode
 from ithaka.facts.families import WITHOUT_ROPE
 from ithaka.inputs.positions import set_positions
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus, read_gpu
 from ithaka.plan.models import MODELS
+from ithaka.plan.render import render_plan
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.check_request import make_request
 from refusals import assert_command_refused, assert_refused
@@ -82,6 +83,26 @@ def test_text_and_json_agree():
         sum(answer["gpu_holders"].values())
         == answer["gpu_peak_bytes"] + answer["gpu_reserve_bytes"]
     )
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (ARGS, 0),
+        (LONGEST, 0),
+        ([*ARGS[:-1], "100M"], 3),
+        ([*ARGS, "--set", "parallel.cp=2"], 0),
+        (["plan", "gpt-oss-20b", "--gpus", "H200", "--adapter", "8", "--steps", "5"], 0),
+    ],
+)
+def test_the_text_is_rendered_from_the_json_alone(arguments, code):
+    facts = json.loads(run(*arguments, "--json", code=code))
+    assert run(*arguments, code=code).partition("\n\nNext: ")[0].rstrip() == render_plan(facts)
+    sentences = [facts["verdict"], *facts["warnings"], *facts["notes"]]
+    assert all(text == text.strip() and text.isprintable() for text in sentences)
+    mine = {name for name, origin in facts["origins"].items() if origin == Origin.COMMAND}
+    assert mine == ({"parallel.cp"} if "parallel.cp=2" in arguments else set())
+    assert facts["origins"].keys() == facts["settings"].keys() >= facts["reasons"].keys()
 
 
 def test_large_rates_are_printed_without_an_exponent():
@@ -215,8 +236,8 @@ EXPLICIT = {
 def test_an_explicit_setting_is_marked_and_has_no_reason(name):
     chosen = json.loads(run(*ARGS, "--json"))["reasons"]
     explicit = json.loads(run(*ARGS, "--set", f"{name}={EXPLICIT[name]}", "--json"))["reasons"]
-    assert explicit[name].endswith(" (your setting)") and ":" not in explicit[name]
-    assert not any("your setting" in reason for reason in chosen.values())
+    assert explicit[name].endswith(" (from the command line)") and ":" not in explicit[name]
+    assert not any("(from" in reason for reason in chosen.values())
 
 
 def test_reasons_are_true():

@@ -7,6 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
+
+from grids import diagonal
+from ithaka.attention.kernels import KERNELS
+from ithaka.cli import app
+from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
+from ithaka.layout import Layout, layout_from_config, make_layout
+from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
+from ithaka.plan.mixers import AttentionCost
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import AttentionKind, StepShape
+from ithaka.plan.tell import collect_facts
+from ithaka.run import validate
 from ithaka.run.resolve import (
     Run,
     certain_needs,
@@ -191,7 +205,8 @@ def test_plans_assume_the_kernel_that_training_uses(
     forward, backward = {"fa4": (664, 628), "cudnn": (594, 534), "flash": (310, 325)}[kernel]
     assert machine.gpu.attention_forward_flops == pytest.approx(forward * 1e12)
     assert machine.gpu.attention_backward_flops == pytest.approx(backward * 1e12)
-    assert f"attention    {KERNEL_NAMES[kernel]}" in as_text(plan, "llama")
+    facts = collect_facts(plan, "llama")
+    assert facts["assumed"]["attention"].startswith(KERNEL_NAMES[kernel])
     on_a100 = detect_machine(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
     assert on_a100.kernel == ("flash" if setting == "flash" else "cudnn")
 
@@ -237,13 +252,10 @@ def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernel
         mixer if mixer.kind.window else AttentionCost(kind) for mixer in usual.shape.mixers
     )
     plan = dataclasses.replace(usual, shape=dataclasses.replace(usual.shape, mixers=mixers))
-    assert (
-        as_dict(plan, "gemma")["kernel"] == kernels
-        and description in list_assumptions(plan)["attention"]
-    )
+    facts = collect_facts(plan, "gemma")
+    assert facts["kernel"] == kernels and description in facts["assumed"]["attention"]
     assert (plan.seconds.attention > 2 * usual.seconds.attention) == bool(description)
-    headline, *below = as_text(plan, "gemma").splitlines()
-    warning = " ".join("\n".join(below[:2]).split())
+    warning = "".join(facts["warnings"])
     assert warning.startswith("Slow attention: ") == bool(description)
     kinds = (description.partition(" for ")[2] or description).rstrip(", ")
     layers = rf"5 of 34 layers \({kinds}\) run [^,]+, which takes (\d+)% of the step"

@@ -29,7 +29,6 @@ JUSTIFIED = {
     "layer/stages.py:StagedAttention.attend_backward": (
         "options by position: k and v arrive only with a new kv transfer"
     ),
-    "plan/show.py": "long file: a plan's text, from its verdict to each reason",
 }
 FOLDERS_ELSEWHERE = ("tests", "benchmarks", "examples", "docs")  # wide lines, packed assignments
 

@@ -39,7 +39,7 @@ from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.plan.show import list_assumptions
+from ithaka.plan.tell import collect_facts
 from ithaka.roots import vision
 from ithaka.run.shapes import find_shape
 from ithaka.weights import formats
@@ -466,7 +466,8 @@ def test_the_plan_counts_the_encoder():
         for each in (shape, replace(shape, encoders=()))
     ]
     assert seconds[0] > seconds[1]
-    assumed = list_assumptions(Plan(shape, Layout(dtype="bfloat16"), hardware, work))
+    plan = Plan(shape, Layout(dtype="bfloat16"), hardware, work)
+    assumed = collect_facts(plan, "a model")["assumed"]
     assert assumed["images"].startswith("all tokens, in frames of 512 x 512 pixels")
 
 

@@ -25,9 +25,10 @@ from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_size, layout_from_config
 from ithaka.model import build
-from ithaka.plan import show
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.render import render_plan
 from ithaka.plan.shape import ModelShape
+from ithaka.plan.tell import collect_facts
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
 from ithaka.run.fits import check_fits
@@ -125,7 +126,7 @@ def parallelize(
         plan = run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
-            print(show.as_text(plan, _model_name(base)), flush=True)
+            print(render_plan(collect_facts(plan, _model_name(base))), flush=True)
     elif dtype is not None and layout is None:
         layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
     model = build.parallelize_model(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)

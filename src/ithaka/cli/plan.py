@@ -101,7 +101,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan memory and time for a model, a context and GPUs, before renting any."""
-    from ithaka.plan import show
+    from ithaka.plan import render, tell
     from ithaka.plan.hardware import find_hardware
     from ithaka.run.check_request import make_request
 
@@ -143,14 +143,16 @@ def plan_command(
             f"--yaml writes a configuration for `ithaka train`, which trains language models; {fix}"
         )
     if as_yaml and (result := request.plan()).fits:
-        text = show.as_yaml(request, result, steps)
+        headline = wrap(tell.format_verdict(result, model), "# ", "#   ")
+        text = "\n".join([*headline, *request.config_lines(result, steps)]) + "\n"
         if out is None:
             print(text, end="")
         else:
             check_output("--out", out, force, text)
             _write_configuration(request, result, out, text)
         return
-    text, result = show.answer_request(request, max_context, steps, as_json)
+    facts, result = tell.answer_request(request, max_context, steps)
+    text = json.dumps(facts, indent=2) if as_json else render.render_plan(facts)
     print(text, file=sys.stderr if as_yaml else sys.stdout)
     if result.fits and not as_json:
         repeated |= {"--context": result.work.context} if max_context else {}
@@ -289,7 +291,7 @@ def rehearse_command(
     """Run one rank of these GPUs on this device, or all under torchrun, and compare measurements
     with the plan."""
     from ithaka.config.units import format_bytes
-    from ithaka.plan import show
+    from ithaka.plan import render, tell
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
     from ithaka.run.check_request import make_request
@@ -307,7 +309,8 @@ def rehearse_command(
             f"--context {context} --evaluate {rule}; use a shorter --context or more GPUs"
         )
     if not plan.fits:
-        print(show.answer_request(request, False, None, as_json)[0])
+        facts, _ = tell.answer_request(request)
+        print(json.dumps(facts, indent=2) if as_json else render.render_plan(facts))
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
 
     if ghost:
@@ -333,7 +336,7 @@ def rehearse_command(
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if not as_json:
         ranks_run = "all ranks" if under_torchrun() else f"rank {rank}"
-        _print_rehearsal(ranks_run, header, plan.settings)
+        _print_rehearsal(ranks_run, header)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model, rank)
     end_process_group()
@@ -363,7 +366,7 @@ def _check_rank(gpus: str, num_ranks: int, rank: int, ghost: bool) -> None:
         )
 
 
-def _print_rehearsal(ranks: str, header: Mapping[str, Any], settings: Mapping[str, object]) -> None:
+def _print_rehearsal(ranks: str, header: Mapping[str, Any]) -> None:
     """Print what is rehearsed, before its figures."""
     sizes = "of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}"
     print(f"{ranks} {sizes.format(**header)}")
@@ -372,9 +375,8 @@ def _print_rehearsal(ranks: str, header: Mapping[str, Any], settings: Mapping[st
         count = f"{kind['layers_of_model']} of {header['layers_of_model']} layers"
         print(f"layer {rehearsed}: {kind['kind']} ({count})")
     print("attention: kernel {kernel}, planned with {planned_kernel}".format(**header))
-    decided = [
-        f"{name}={format_value(value)}" for name, value in settings.items() if value is not None
-    ]
+    settings = header["settings"].items()
+    decided = [f"{name}={format_value(value)}" for name, value in settings if value is not None]
     print(f"settings: {', '.join(decided)}\nX: {header['x']}\n", flush=True)
 
 

@@ -221,7 +221,7 @@ def start_run(
     with loading() as status:
         from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
-        from ithaka.plan import show
+        from ithaka.plan import render, tell
         from ithaka.run import launch
         from ithaka.run.road import take_road
 
@@ -255,7 +255,8 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model = run.config.model
             steps = train.steps if train.epochs is None else None
-            launch.try_print(show.as_text(run.plan, str(model.path or model.embedded), steps))
+            facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
+            launch.try_print(render.render_plan(facts))
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or (run.entry.count > 1 and launch.num_gpus() > 0)

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
-from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.config import AdapterConfig, Config, ConfigError, Origin
 from ithaka.facts.attention import AttentionKind
 from ithaka.layout import (
     FIELDS,
@@ -64,6 +64,7 @@ class Plan:
     hardware: Hardware
     work: StepShape
     fixed: Fixed = field(default_factory=dict, repr=False, hash=False)
+    origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     alternatives: tuple[Plan, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
@@ -133,7 +134,7 @@ class Plan:
     def with_changes(self, **changes: object) -> Plan:
         """A copy with a changed layout."""
         layout = replace(self.layout, **changes)  # type: ignore[arg-type]
-        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.alternatives)
+        return replace(self, layout=layout)
 
 
 def _rank(plan: Plan) -> tuple[float, tuple[int, int], tuple[int, ...]]:
@@ -153,6 +154,7 @@ class SearchSpace:
     shape: ModelShape
     hardware: Hardware
     fixed: Fixed = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)  # by name
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -172,7 +174,12 @@ class SearchSpace:
         near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= min_speed]
         chosen = min(near, key=lambda plan: (plan.ledger.disk_peak, plan.ledger.host_needed))
         others = [plan for plan in ranked if plan is not chosen]
-        return replace(chosen, fixed=self.fixed, alternatives=tuple(others[:NUM_ALTERNATIVES]))
+        return replace(
+            chosen,
+            fixed=self.fixed,
+            origins=self.origins,
+            alternatives=tuple(others[:NUM_ALTERNATIVES]),
+        )
 
     def _best_by_kind(self, work: StepShape) -> Collection[Plan]:
         """The best plan of each kind, with a full device, until no other can be chosen or shown."""
@@ -535,7 +542,8 @@ def make_search_space(config: Config, shape: ModelShape, hardware: Hardware) -> 
     fixed["compile"] = config.train.compile
     if shape.optimizer != "adamw":
         fixed["offload_optimizer"] = False
-    return SearchSpace(shape, hardware, fixed)
+    origins = {name: config.origin(name) for name in given}
+    return SearchSpace(shape, hardware, fixed, origins)
 
 
 def work_from_config(config: Config) -> StepShape:
