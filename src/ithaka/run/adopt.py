@@ -56,10 +56,10 @@ def adopt(draft: Draft) -> Draft:
     commits = dict(pins.get("commits", {}))
     config = _pin_commits(config, commits)
     config = _adopt_quantization(adopt_adapter(config))
+    check_settings(config)
     if config.optim.decay_steps is None and config.train.epochs is None:
         config = config.with_values({"optim.decay_steps": config.train.steps}, Origin.DEFAULT)
     config = config.with_values({"train.run_dir": run_dir}, config.origin("train.run_dir"))
-    check_settings(config)
     return Draft(request, config, resumes, saved, checkpoint, commits)
 
 
@@ -90,10 +90,7 @@ def _choose_run_dir(draft: Draft) -> Path:
 
 def _keep_decay(config: Config, saved: Config, run_dir: Path) -> Config:
     """Keep the decay of a run that is resumed with more steps, unless it had not begun."""
-    is_own_file = config.origin("optim.decay_steps") == Origin.RUN
-    if config.optim.decay_steps is not None and not is_own_file:
-        return config
-    if config.origin("optim.decay_steps") == Origin.COMMAND:  # null
+    if config.optim.decay_steps is not None or config.origin("optim.decay_steps") == Origin.COMMAND:
         return config
     end = saved.optim.decay_steps or saved.train.steps
     begins = saved.optim.warmup_steps
