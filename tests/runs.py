@@ -82,6 +82,8 @@ def tiny_run(
             "validate_sequences": 1,  # test_train_loop_step_is_exact.py has several
         },
     }
+    if "epochs" in sections.get("train", {}):
+        del tree["train"]["steps"]
     return parse_config(
         {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
     )
