@@ -20,7 +20,7 @@ from ithaka.checkpoint import checkpoints, save
 from ithaka.config import Config, paths
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath, listening
-from ithaka.run.preflight import AUTO
+from ithaka.run.draft import AUTO
 from programs import fork_from_here
 from ranks import Ranks
 from runs import run, tiny_run, wait_for

@@ -123,7 +123,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run accepts another teacher",
-        "run/validate.py",
+        "run/files.py",
         "if pinned and fingerprint_weights(teacher) != pinned:",
         "if pinned and fingerprint_weights(teacher) is None:",
         "test_distillation_runs.py -k four_bits",
@@ -1142,7 +1142,7 @@ MUTATIONS = (
         "s",
         "test_train_loop_console.py -k counts_are_short",
     ),
-    # ---- hub, preflight and configuration
+    # ---- hub, the road to a run, and configuration
     Mutation(
         "a hub outage is final for a model that is not cached",
         "hub.py",
@@ -1180,16 +1180,16 @@ MUTATIONS = (
     ),
     Mutation(
         "every rank asks the hub",
-        "run/preflight.py",
-        "commits, models = ask_rank_0(ask)",
-        "commits, models = raise_on_all_ranks(ask)",
+        "run/road.py",
+        "adopted = ask_rank_0(adopt, draft)",
+        "adopted = raise_on_all_ranks(adopt, draft)",
         "test_ranks_are_refused_together.py -k hub",
     ),
     Mutation(
         "every rank of a node downloads the model",
-        "run/preflight.py",
-        "models if is_local_rank_0() else ()",
-        "models",
+        "run/road.py",
+        "paths.items() if is_local_rank_0() else ()",
+        "paths.items()",
         "test_ranks_are_refused_together.py -k hub",
     ),
     Mutation(
@@ -1201,35 +1201,35 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run reads the hub's names again",
-        "run/preflight.py",
-        '        commits |= checkpoints.read_pins(resume).get("commits", {})',
-        "        checkpoints.read_pins(resume)",
+        "run/adopt.py",
+        'commits = dict(pins.get("commits", {}))',
+        "commits: dict[str, str] = {}",
         "test_hub.py -k keeps_the_commits",
     ),
     Mutation(
         "the order of a setting's keys may differ between ranks",
-        "run/validate.py",
+        "run/road.py",
         "if repr(config) == same:",
         "if config == configs[0]:",
         "test_plan_decides_settings.py -k settings_are_compared",
     ),
     Mutation(
         "a learning rate of zero trains",
-        "run/validate.py",
-        "if config.optim.lr == 0:",
-        "if config.optim.lr < 0:",
+        "run/rules.py",
+        "lambda c: c.optim.lr == 0",
+        "lambda c: c.optim.lr < 0",
         "test_run_knobs.py -k rate_of_zero",
     ),
     Mutation(
         "a decay that has begun moves when a run is resumed",
-        "run/preflight.py",
-        'return str(end) if step > saved.optim.decay_start(end) else "null"',
-        'return "null"',
+        "run/adopt.py",
+        "kept = end if step > begins else None",
+        "kept = None",
         "test_checkpoint_files.py -k decay_moves",
     ),
     Mutation(
         "a resumed run may have another seed",
-        "run/preflight.py",
+        "run/adopt.py",
         "if config.train.seed != saved.train.seed:",
         "if config.train.seed is None:",
         "test_cli_refuses_bad_input.py -k does_not_allow",
@@ -1247,13 +1247,6 @@ MUTATIONS = (
         "for number in value if isinstance(value, tuple) else (value,):",
         "for number in (value,):",
         "test_config_errors.py -k refused",
-    ),
-    Mutation(
-        "a bad override is ignored if a later one replaces it",
-        "config/settings_file.py",
-        "_merge([*trees, *changes, change])",
-        "_merge([*trees, *changes])",
-        "test_config_errors.py -k later_one_replaces",
     ),
     Mutation(
         "another trainer's name suggests a setting of a section that lacks it",
@@ -1596,9 +1589,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a run forgets the data of other entries",
-        "run/preflight.py",
-        "            plan,\n            full.datasets,\n            checkpoint=",
-        "            plan,\n            (),\n            checkpoint=",
+        "run/road.py",
+        "datasets=draft.config.datasets",
+        "datasets=()",
         "test_held_out_documents.py -k curriculum",
     ),
     Mutation(
@@ -1814,13 +1807,6 @@ MUTATIONS = (
         "test_checkpoint_files.py -k 'one_rank_reads and 2'",
     ),
     Mutation(
-        "every rank looks for the checkpoint to resume",
-        "run/preflight.py",
-        "ask_rank_0(_find_checkpoint, configs[0].train.run_dir)",
-        "_find_checkpoint(configs[0].train.run_dir)",
-        "test_checkpoint_files.py -k 'one_rank_reads and 2'",
-    ),
-    Mutation(
         "a rank also reads the stored chunks next to its own",
         "checkpoint/safe_load.py",
         "(self.offsets < stop) & (start < self.offsets + self.sizes)",
@@ -1998,7 +1984,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a run of a hybrid gets a ring that its ranks reject",
-        "run/validate.py",
+        "run/rules.py",
         ", has_rings=not shape.why_no_ring",
         "",
         "test_hybrid_models.py -k told_to_use_a_ring",
@@ -2036,9 +2022,9 @@ MUTATIONS = (
     ),
     Mutation(
         "inputs of two sizes are pinned ahead in one",
-        "run/resolve.py",
+        "run/validated.py",
         "counts[layout.stored_input_bytes(policy, num_tokens, run.shape.hidden)] += count",
-        "counts[layout.stored_input_bytes(layout.kept[0], num_tokens, run.shape.hidden)] += count",
+        "counts[num_tokens * run.shape.hidden] += count",
         "test_float8.py -k keeps_its_input",
     ),
     Mutation(

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,19 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.launcher import api
 
+from ithaka.checkpoint import checkpoints
 from ithaka.checkpoint.save import Saver
 from ithaka.cli.runs import train_rank
-from ithaka.config import Config, parse_config
+from ithaka.config import CONFIG_FORMAT, Config, load_config, parse_config, to_yaml
 from ithaka.log.metrics import read_metrics
-from ithaka.run.launch import Outcome, run_child_rank, run_ranks
-from ithaka.run.preflight import validate_run
-from ithaka.run.resolve import Run
+from ithaka.plan.hardware import Hardware
+from ithaka.run.adopt import adopt
+from ithaka.run.draft import AUTO, Draft, Request, read
+from ithaka.run.launch import Outcome, detect_gpu, run_child_rank, run_ranks
+from ithaka.run.machine import detect_machine
+from ithaka.run.road import Planned, check, model_shape
+from ithaka.run.rules import check_settings
+from ithaka.run.validated import Run
 from ithaka.train import heartbeat, loop
 from programs import PLAIN, Program
 
@@ -76,14 +82,54 @@ def tiny_run(
             "validate_sequences": 1,  # test_train_loop_step_is_exact.py has several
         },
     }
+    if "epochs" in sections.get("train", {}):
+        del tree["train"]["steps"]
     return parse_config(
         {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
     )
 
 
-def validate(config: Config, resume: Path | None = None) -> Run:
-    """Return the validated run for the current number of ranks, as preflight does."""
-    return validate_run(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
+def adopted(
+    file: Path | None = None,
+    changes: Sequence[str] = (),
+    resume: Path | None = None,
+    run_dir: Path | None = None,
+) -> Draft:
+    """Return what a command asks for, with complete settings that are not planned yet."""
+    return adopt(read(Request(file, tuple(changes), resume, run_dir)))
+
+
+def saved_settings(config: Config) -> str:
+    """Return the config.yaml of a run."""
+    return f"format: {CONFIG_FORMAT}\n{to_yaml(config)}"
+
+
+def validate(
+    config: Config,
+    resume: Path | None = None,
+    num_ranks: int | None = None,
+    hardware: Hardware | None = None,
+    trains: bool = True,
+    force: bool = False,
+) -> Run:
+    """Return the validated run with these settings, which are complete, by default for the current
+    number of ranks and this machine."""
+    if num_ranks is None:
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    check_settings(config)
+    draft = Draft(Request(resume=resume, trains=trains, force=force), config)
+    run_dir = config.train.run_dir if resume == AUTO else resume
+    step = 0
+    if run_dir is not None and (resume != AUTO or checkpoints.newest_checkpoint(run_dir)):
+        checkpoints.check_not_locked(run_dir)
+        checkpoint = checkpoints.find_checkpoint(run_dir)
+        saved = load_config(run_dir / "config.yaml")
+        draft = dataclasses.replace(draft, resumes=run_dir, saved=saved, checkpoint=checkpoint)
+        step = checkpoints.read_state(checkpoint)["step"]
+    hardware = hardware or detect_machine(config, num_ranks, detect_gpu())
+    entry = config.entry_at(step)
+    config = config.of_entry(entry.index)
+    return check(draft, [Planned(config, model_shape(config), entry)], num_ranks, hardware)
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
@@ -114,7 +160,7 @@ def start_program(
 
 def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable) -> int:
     with may_fork():
-        return run_ranks(rank, (validate_run(config, num_ranks, resume),), num_ranks)
+        return run_ranks(rank, (validate(config, resume, num_ranks),), num_ranks)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from ithaka.run.resolve import read_stored_settings
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,10 +19,11 @@ from ithaka.checkpoint import checkpoints
 from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import AdapterConfig, ModelConfig
+from ithaka.config import AdapterConfig, Config, ModelConfig, parse_config
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.run import validate as checks
+from ithaka.run import files
+from ithaka.run.adopt import adopt_adapter
 from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate
 from ithaka.weights.formats import round_weights
@@ -155,7 +155,7 @@ def test_an_adapter_from_peft_trains_as_in_peft_and_is_exported(ranks, tmp_path,
     tied, lora = CASES[case]
     base = save_base(tmp_path / "base", tied)
     start = save_adapter(base, tmp_path / "start", **lora)
-    settings = read_stored_settings(AdapterConfig(path=start), set())
+    settings = adopt_adapter(Config(adapter=AdapterConfig(path=start))).adapter
     config = configured(tmp_path / "a", base, settings, train={"steps": 3})
     steps, losses = ranks.run(2, train_and_record, config)[0]
     plain = load_adapter(base, start, is_trainable=True)
@@ -191,9 +191,8 @@ def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks
     base = save_base(tmp_path / "base", False)
     ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
     start = save_adapter(base, tmp_path / "start", target_modules=LINEARS)
-    settings = read_stored_settings(
-        AdapterConfig(path=start, base="nf4", unquantized=("v_proj",)), set()
-    )
+    adapter = AdapterConfig(path=start, base="nf4", unquantized=("v_proj",))
+    settings = adopt_adapter(Config(adapter=adapter)).adapter
     config = configured(tmp_path / "a", base, settings, train={"steps": 2})
     steps, losses = ranks.run(2, train_and_record, config)[0]
     rounded = AutoModelForCausalLM.from_pretrained(base).double()
@@ -262,11 +261,11 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     (run_dir / checkpoints.PINS_FILE).unlink()
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
-        checks,
+        files,
         "fingerprint_weights",
         side_effect=AssertionError("full training does not need the base"),
     ):
-        checks.check_base(full)
+        files.check_base(full, longer)
     shutil.rmtree(base)
     validate(elsewhere, run_dir)
 
@@ -345,9 +344,8 @@ def test_unsupported_stored_adapters_are_refused(tmp_path, change, named, fix):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 
     def build():
-        adapter = read_stored_settings(
-            AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set()
-        )
-        build_model(base, make_mesh(1), adapter=adapter)
+        given = {"rank": AdapterConfig.rank} if "r" in change else {}
+        config = adopt_adapter(parse_config({"adapter": {"path": folder, **given}}))
+        build_model(base, make_mesh(1), adapter=config.adapter)
 
     assert_refused(build, *named, fix=fix)

@@ -4,21 +4,16 @@ import dataclasses
 
 import psutil
 import pytest
-from ithaka.run.preflight import validate_run
-from ithaka.run.resolve import (
-    Run,
-    certain_needs,
-    check_fits,
-    detect_machine,
-    model_shape,
-    store_host_bytes,
-)
 
 from ithaka.config import ConfigError
 from ithaka.facts import machine as this_machine
 from ithaka.facts.machine import available_memory, cgroup_rooms, free_disk
 from ithaka.layout import layout_from_config
-from ithaka.run import resolve as run_module
+from ithaka.run import machine as machine_module
+from ithaka.run.fits import check_fits
+from ithaka.run.machine import detect_machine
+from ithaka.run.road import model_shape
+from ithaka.run.validated import Run, certain_needs, store_host_bytes
 from ithaka.train.prepare import prepare
 from runs import tiny_run, validate
 
@@ -30,8 +25,8 @@ def machine(monkeypatch):
     """Return a function that sets the machine's free memory and disk space."""
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
-        monkeypatch.setattr(run_module, "available_memory", lambda: memory_bytes)
-        monkeypatch.setattr(run_module, "free_disk", lambda folder: disk_bytes)
+        monkeypatch.setattr(machine_module, "available_memory", lambda: memory_bytes)
+        monkeypatch.setattr(machine_module, "free_disk", lambda folder: disk_bytes)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     make()
@@ -121,10 +116,10 @@ def test_a_run_that_does_not_fit_is_refused_with_figures(
     machine, tmp_path, memory, room, fragments
 ):
     config = make_config(tmp_path, **memory)
-    validate_run(config, 2)
+    validate(config, num_ranks=2)
     machine(**room)
     with pytest.raises(ConfigError) as error:
-        validate_run(config, 2)
+        validate(config, num_ranks=2)
     assert "\n" not in str(error.value)
     for fragment in fragments:
         assert fragment in str(error.value)

@@ -31,18 +31,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typer.testing import CliRunner
 
+import runs
 from ithaka.checkpoint import checkpoints, save
 from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import CompactIndex, SafeReader
 from ithaka.cli import app
-from ithaka.config import load_config, to_yaml, write_atomic
+from ithaka.config import load_config, write_atomic
 from ithaka.plan.shape import Correction
-from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
-from ithaka.run.resolve import model_shape
-from ithaka.run.validate import check_run_dir
+from ithaka.run.draft import AUTO, Request, read
+from ithaka.run.files import check_run_dir
+from ithaka.run.road import model_shape, take_road
 from ithaka.train.prepare import prepare
 from refusals import assert_refused
-from runs import bitwise_metrics, metrics, run, tiny_run
+from runs import adopted, bitwise_metrics, metrics, run, saved_settings, tiny_run, validate
 
 
 def run_and_record_syncs(config, resume):
@@ -72,7 +73,7 @@ def trained_and_synced(ranks, tmp_path_factory):
     constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
     config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
     (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # left by a killed save
-    (folder / "run/config.yaml").write_text(to_yaml(config))
+    (folder / "run/config.yaml").write_text(saved_settings(config))
     return config, ranks.run(2, run_and_record_syncs, config, AUTO)
 
 
@@ -392,10 +393,8 @@ def load_and_count_reads(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafeReader, "read_metadata", read_metadata)
         folder = config.train.run_dir
-        resumed = preflight(
-            None, ["train.steps=8", f"parallel.ranks={dist.get_world_size()}"], folder
-        )
-        trainer = prepare(resumed)
+        changes = "train.steps=8", f"parallel.ranks={dist.get_world_size()}"
+        trainer = prepare(take_road(read(Request(None, changes, folder))))
     return len(reads), trainer.step
 
 
@@ -530,7 +529,7 @@ def test_a_file_system_without_locks_warns_once(tmp_path, monkeypatch):
 def test_a_flipped_bit_in_a_finished_run_is_detected(run_dir, tmp_path, capsys):
     """Resuming falls back to the previous checkpoint; an export reports the damage."""
     damage(run_dir, "flipped")
-    again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
+    again = take_road(read(Request(run_dir / "config.yaml", (), AUTO, run_dir)))
     assert (again.last_step, again.finished) == (4, False)
     six = tmp_path / "six"
     assert_refused(
@@ -696,9 +695,9 @@ def test_the_newest_usable_checkpoint_decides_whether_the_decay_moves(run_dir, c
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["optim"] |= {"schedule": "wsd", "cooldown_steps": 1, "decay_steps": 6}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 6
+    assert adopted(None, ["train.steps=12"], run_dir).config.optim.decay_steps == 6
     (run_dir / "checkpoints/step-00000006/state.json").write_text('{"step": 6, "tok')
-    assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 12
+    assert adopted(None, ["train.steps=12"], run_dir).config.optim.decay_steps == 12
     assert capsys.readouterr().err == "", "the damage is reported when the run resumes"
 
 
@@ -722,12 +721,14 @@ def test_a_message_about_the_last_checkpoint_does_not_raise(tmp_path, monkeypatc
     )
 
 
-def test_a_run_resumes_whatever_its_plan_was_corrected_by(trained, run_dir):
+def test_a_run_resumes_whatever_its_plan_was_corrected_by(trained, run_dir, monkeypatch):
     """Traces of its plan do not change the model."""
     shape = dataclasses.replace(
         model_shape(trained), corrections={"a kind of plan": Correction(device=1.1)}
     )
-    assert find_resume_point(run_dir, trained, shape)[0] == checkpoints.find_checkpoint(run_dir)
+    monkeypatch.setattr(runs, "model_shape", lambda config: shape)
+    resumed = validate(trained, run_dir, trains=False)
+    assert resumed.checkpoint == checkpoints.find_checkpoint(run_dir)
 
 
 def test_replaced_files_do_not_follow_links(tmp_path, monkeypatch):
@@ -763,7 +764,7 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
         (run_dir / "latest").rename(run_dir / "later")  # as before the first checkpoint
         # the other run may be about to end
         with pytest.raises(AssertionError, match=f"TransientError: .*{in_use}"):
-            ranks.run(1, find_resume_point, run_dir, config, model_shape(config))
+            ranks.run(1, adopted, None, (), run_dir)
         (run_dir / "later").rename(run_dir / "latest")
         with pytest.raises(AssertionError, match=in_use):  # as if two nodes started at once
             ranks.run(1, checkpoints.lock_run_dir, run_dir)

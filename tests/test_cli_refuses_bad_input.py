@@ -23,15 +23,13 @@ from ithaka.config import (
     check_writable,
     embedded_model,
     load_config,
-    to_dict,
-    to_yaml,
 )
 from ithaka.data.documents import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
 from ithaka.report.page import render_page
-from ithaka.run import launch
-from ithaka.run import validate as checks
+from ithaka.run import launch, rules
 from refusals import assert_command_refused, assert_refused
+from runs import saved_settings
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -43,7 +41,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)  # trackers may be installed
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)  # trackers may be installed
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -87,7 +85,7 @@ def inputs(folder):
         (folder / name / file).parent.mkdir(parents=True)
         (folder / name / file).write_text("train: {steps: 50}")
     (folder / "run").mkdir()
-    (folder / "run" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
+    (folder / "run" / "config.yaml").write_text(saved_settings(load_config(base=CPU_DEFAULT)))
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
     (folder / "list").mkdir()
     (folder / "list" / "config.yaml").write_text("- 1")
@@ -453,7 +451,7 @@ def test_forced_and_crashed_run_directories_are_reused(folder, started):
     (folder / "crashed" / "slurm-1.out").write_text("")
     (folder / "empty").mkdir()
     (folder / "no-step").mkdir()
-    (folder / "no-step" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
+    (folder / "no-step" / "config.yaml").write_text(saved_settings(load_config(base=CPU_DEFAULT)))
     (folder / "no-step" / "metrics.jsonl").write_text(
         '{"step": 0, "loss": null, "val_loss": 5.5}\n'
     )
@@ -521,7 +519,7 @@ def run_dir(folder, monkeypatch):
     monkeypatch.setattr("ithaka.checkpoint.checkpoints.read_state", lambda path: state)
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(
-        to_yaml(load_config(overrides=["train.seed=5"], base=CPU_DEFAULT))
+        saved_settings(load_config(overrides=["train.seed=5"], base=CPU_DEFAULT))
     )
     write_model(folder / "run" / "model")
     return folder / "run"
@@ -546,7 +544,8 @@ def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeyp
     monkeypatch.setattr("ithaka.checkpoint.checkpoints.read_state", lambda path: state)
     monkeypatch.setattr("ithaka.checkpoint.checkpoints.newest_checkpoint", lambda run_dir: run_dir)
     for cooldown, expected in ((12, 20), (8, 99)):
-        config = to_dict(load_config(overrides=["train.steps=20"], base=CPU_DEFAULT))
+        saved = saved_settings(load_config(overrides=["train.steps=20"], base=CPU_DEFAULT))
+        config = yaml.safe_load(saved)
         config["optim"] |= {"schedule": "wsd", "cooldown_steps": cooldown, "decay_steps": 20}
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
         result = CliRunner().invoke(
@@ -570,7 +569,9 @@ def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeyp
     ],
 )
 def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, changes, expected):
-    config = to_dict(load_config(overrides=["train.steps=48"], base=CPU_DEFAULT))
+    config = yaml.safe_load(
+        saved_settings(load_config(overrides=["train.steps=48"], base=CPU_DEFAULT))
+    )
     config["optim"]["decay_steps"] = saved
     if saved == "no field":
         del config["optim"]["decay_steps"]
@@ -677,7 +678,7 @@ def test_failed_ranks_restart_unless_the_exit_code_is_final(folder, monkeypatch,
         assert apart
         runs.append(args[0].run_dir)
         (args[0].run_dir).mkdir(parents=True, exist_ok=True)
-        (args[0].run_dir / "config.yaml").write_text(to_yaml(args[0].config))
+        (args[0].run_dir / "config.yaml").write_text(args[0].saved_settings)
         if len(runs) in saves:
             (args[0].run_dir / "latest").write_text(f"step-{len(runs)}")
         return codes[len(runs) - 1]

@@ -12,7 +12,8 @@ import pytest
 
 from ithaka.attention import compiled
 from ithaka.plan.hardware import find_hardware
-from ithaka.run import preflight
+from ithaka.run import files, launch, road
+from runs import adopted, validate
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -133,16 +134,13 @@ def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, m
 @pytest.mark.slow
 def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     """Importing transformers takes seconds, during which the helpers compile."""
-    script = "import sys, ithaka.run.preflight; sys.exit('transformers' in sys.modules)"
+    script = "import sys, ithaka.run.road; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
     events = []
-    monkeypatch.setattr(preflight.launch, "num_gpus", lambda: 1)
-    monkeypatch.setattr(preflight, "compile_ahead", lambda *kernel: events.append(kernel))
-    monkeypatch.setattr(
-        preflight.validate, "check_inputs", lambda run: events.append("inputs") or 0
-    )
-    config = preflight.resolve(None, [], run_dir=tmp_path / "run")
-    preflight.validate_run(config, 1, hardware=find_hardware("H200"))
+    monkeypatch.setattr(launch, "num_gpus", lambda: 1)
+    monkeypatch.setattr(road, "compile_ahead", lambda *kernel: events.append(kernel))
+    monkeypatch.setattr(files, "check_inputs", lambda run: events.append("inputs") or 0)
+    validate(adopted(run_dir=tmp_path / "run").config, hardware=find_hardware("H200"))
     assert [event[0] if event != "inputs" else event for event in events] == [
         "H200-141GB",
         "inputs",

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from ithaka.checkpoint.export import export
 from ithaka.cli import app
-from ithaka.config import explicit_settings, load_config, parse_config, to_dict, to_yaml
+from ithaka.config import Origin, load_config, parse_config, to_dict
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.run.preflight import curriculum_to_save
-from ithaka.run.resolve import plan_run
+from ithaka.run import files
+from ithaka.run.draft import Draft, Request
+from ithaka.run.road import check, plan_entries
+from ithaka.run.rules import check_settings
 from ithaka.train.step import learning_rate
 from refusals import assert_command_refused, assert_refused
 from runs import bitwise_metrics, copy_run_at_step, metrics, saves_in_time, tiny_run
@@ -156,7 +158,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("tree, named, fix", REFUSED)
 def test_bad_curriculum_is_refused(tree, named, fix):
-    assert_refused(lambda: parse_config({"curriculum": [ENTRY], **tree}), *named, fix=fix)
+    config = {"curriculum": [ENTRY], **tree}
+    assert_refused(lambda: check_settings(parse_config(config)), *named, fix=fix)
 
 
 def test_later_entries_are_checked_before_the_first_starts(finished, tmp_path):
@@ -168,25 +171,24 @@ def test_later_entries_are_checked_before_the_first_starts(finished, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_each_entry_has_its_own_plan(tmp_path):
+def test_each_entry_has_its_own_plan(tmp_path, monkeypatch):
     curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
     tree = {
         "model": {"embedded": "base"},
         "memory": {"tile_tokens": 4096},
         "curriculum": curriculum,
     }
-    config = parse_config(tree)
-    names = {"model.embedded", "memory.tile_tokens"}
+    config = parse_config(tree).with_values({"train.run_dir": tmp_path / "run"}, Origin.COMMAND)
     hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
-    plans = [plan_run(config.at(step), names, hardware)[1] for step in (0, 1)]
-    assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {
-        4096
-    }
-    (tmp_path / "config.yaml").write_text(curriculum_to_save(config, names, plans[0]))
-    assert (
-        load_config(tmp_path / "config.yaml")
-        == config
-        == parse_config(yaml.safe_load(to_yaml(config)))
-    )
-    stored = explicit_settings(tmp_path / "config.yaml")
-    assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)
+    draft = Draft(Request(), config)
+    entries = plan_entries(draft, hardware)
+    layouts = [entry.plan.layout for entry in entries]
+    assert layouts[0] != layouts[1] and {layout.tile_tokens for layout in layouts} == {4096}
+    assert [entry.entry.start for entry in entries] == [0, 1]
+    monkeypatch.setattr(files, "check_inputs", lambda run: 0)
+    (tmp_path / "config.yaml").write_text(check(draft, entries, 8, hardware).saved_settings)
+    stored = load_config(tmp_path / "config.yaml")
+    assert stored == config
+    names = {"model.embedded", "memory.tile_tokens"}
+    assert "memory.tile_tokens" in stored.given
+    assert not stored.given & (entries[0].plan.settings.keys() - names)

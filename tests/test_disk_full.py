@@ -22,11 +22,18 @@ from ithaka.checkpoint.export import export
 from ithaka.config import paths
 from ithaka.exits import ExitCode, TransientError
 from ithaka.run import launch
-from ithaka.run.preflight import validate_run
 from ithaka.train import loop, prepare, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train
-from runs import bitwise_metrics, copy_run_at_step, metrics, run, start_program, tiny_run
+from runs import (
+    bitwise_metrics,
+    copy_run_at_step,
+    metrics,
+    run,
+    start_program,
+    tiny_run,
+    validate,
+)
 
 
 def train_on_a_small_disk(run):
@@ -126,7 +133,7 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
 
     for module in (trainer_module, watch):
         monkeypatch.setattr(module, "write_atomic", write_atomic)
-    loop.train(validate_run(config, 1, force=True))
+    loop.train(validate(config, force=True))
     what = "evaluation" if file and "eval" in file else "profile"
     output = capsys.readouterr().out
     assert output.count(f"The {what} cannot be written (") == 1
@@ -144,7 +151,7 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
         (config.train.run_dir / "config.yaml").unlink()
         # in `ithaka profile`, the profile is the only output
         with pytest.raises(OSError, match="No space left"):
-            loop.train(validate_run(config, 1, force=True), only_profile=True)
+            loop.train(validate(config, force=True), only_profile=True)
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,11 @@ from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.tell import collect_facts
 from ithaka.run.check_request import make_request
-from ithaka.run.preflight import validate_run
+from ithaka.run.rules import check_settings
 from models import tiny_config, tiny_model
 from parity import relative
 from refusals import assert_refused
-from runs import bitwise_metrics, copy_run_at_step, run
+from runs import bitwise_metrics, copy_run_at_step, run, validate
 from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
@@ -225,7 +225,7 @@ def test_stored_probabilities_train_as_the_teacher_does(folder):
         assert_refused(partial(run, bad), problem, fix="write them again")
     bad = configure(folder, "bad", None, {"path": __file__}, teacher="data")
     assert_refused(
-        partial(validate_run, bad, 1), "loss.teacher=data", "format text", fix="use such records"
+        partial(validate, bad), "loss.teacher=data", "format text", fix="use such records"
     )
 
 
@@ -250,7 +250,7 @@ def test_a_teacher_in_four_bits_trains_and_one_with_changed_weights_is_refused(f
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.2)
     resumed = replace(config, loss=replace(config.loss, teacher=folder / "model"))
     assert_refused(
-        partial(validate_run, resumed, 1, folder / "nf4"), "other weights", fix="start a new run"
+        partial(validate, resumed, folder / "nf4"), "other weights", fix="start a new run"
     )
 
 
@@ -258,7 +258,7 @@ def test_teachers_with_other_tokens_and_settings_without_effect_are_refused(fold
     tiny_model(tiny_config("llama", vocab_size=61)).save_pretrained(tmp_path / "small")
     config = configure(folder, "small", teacher=str(tmp_path / "small"))
     assert_refused(
-        partial(validate_run, config, 1),
+        partial(validate, config),
         "predicts 61 tokens and the model 258",
         fix="the same vocabulary",
     )
@@ -270,7 +270,7 @@ def test_teachers_with_other_tokens_and_settings_without_effect_are_refused(fold
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(words))
     config = configure(folder, "tokens", teacher=str(other))
-    assert_refused(partial(validate_run, config, 1), "another vocabulary", fix="the same tokenizer")
+    assert_refused(partial(validate, config), "another vocabulary", fix="the same tokenizer")
     for changes, words, fix in (
         ({"loss": {"teacher": "x"}}, "loss.teacher=x", "loss.type=distill"),
         ({"loss": {"type": "distill", "beta": 2}}, "loss.beta=2", "from 0 to 1"),
@@ -292,7 +292,8 @@ def test_teachers_with_other_tokens_and_settings_without_effect_are_refused(fold
             "loss.teacher",
         ),
     ):
-        assert_refused(partial(parse_config, changes), words, fix=fix)
+        config = parse_config(changes)
+        assert_refused(partial(check_settings, config), words, fix=fix)
 
 
 def test_plans_have_room_and_time_for_the_teacher():

@@ -27,11 +27,11 @@ from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.tell import collect_facts
-from ithaka.run.preflight import validate_run
-from ithaka.run.resolve import model_shape
+from ithaka.run.road import model_shape
+from ithaka.run.rules import check_settings
 from models import tiny_config, tiny_model
 from refusals import assert_refused
-from runs import copy_run_at_step, run
+from runs import copy_run_at_step, run, validate
 from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
@@ -226,7 +226,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     changed = replace(again, model=replace(config.model, path=other))
     what = "base model" if adapter else "reference model"
     assert_refused(
-        lambda: validate_run(changed, num_ranks, copied),
+        lambda: validate(changed, copied, num_ranks),
         f"model.path={other}",
         what,
         fix="start a new run",
@@ -303,20 +303,27 @@ def test_settings_that_do_not_combine_with_pairs_are_refused():
     ):
         names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]
         assert_refused(
-            lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", fix=fix
+            lambda tree={**dpo, section: values}: check_settings(parse_config(tree)),
+            *names,
+            "dpo",
+            fix=fix,
         )
     assert_refused(
-        lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", fix="loss.type=dpo"
+        lambda: check_settings(parse_config({"loss": {"beta": 0.2}})),
+        "loss.beta=0.2",
+        fix="loss.type=dpo",
     )
     assert_refused(
         lambda: parse_config({"loss": "dop"}), "loss.type=dop", fix="dpo or package.module:function"
     )
     loss = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
     assert_refused(
-        lambda: parse_config({"loss": loss}), "loss.label_smoothing=0.1", fix="loss.type=dpo"
+        lambda: check_settings(parse_config({"loss": loss})),
+        "loss.label_smoothing=0.1",
+        fix="loss.type=dpo",
     )
     assert_refused(
-        lambda: parse_config({"data": {"train_on": "pairs"}}),
+        lambda: check_settings(parse_config({"data": {"train_on": "pairs"}})),
         "data.train_on=pairs",
         fix="leave it out",
     )

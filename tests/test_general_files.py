@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,7 @@ from ithaka.train import loop
 from ithaka.train.prepare import prepare
 from ithaka.weights.load import init_weights
 from refusals import assert_refused
-from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run
+from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run, validate
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
@@ -343,14 +342,14 @@ SLOW = ("afmoe", "qwen3_moe", "gpt_oss", "gemma3_text")
 )
 def test_a_run_from_files_is_resumed_without_them_and_exported(ranks, tmp_path, family):
     config = configure(tmp_path, family)
-    ranks.run(2, train, validate_run(config, 2))
+    ranks.run(2, train, validate(config, num_ranks=2))
     stored = load_file(tmp_path / "base/model.safetensors")
     (tmp_path / "base/model.safetensors").unlink()
     losses = [line["loss"] for line in metrics(config.train.run_dir)]
     assert losses[-1] < losses[0] - 0.1
     again = copy_run_at_step(config.train.run_dir, tmp_path / "again", 2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=again))
-    ((others, logits),) = ranks.run(1, finish, validate_run(config, 1, again))
+    ((others, logits),) = ranks.run(1, finish, validate(config, again))
     assert others == pytest.approx(losses[2:], rel=1e-5)
     out = export(again, tmp_path / "out")
     assert load_file(out / "model.safetensors").keys() == stored.keys()
@@ -363,7 +362,7 @@ def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
     config = dataclasses.replace(
         configure(tmp_path, "gpt_oss", save=save_in_mxfp4), adapter=adapter
     )
-    losses, logits = ranks.run(2, finish, validate_run(config, 2))[0]
+    losses, logits = ranks.run(2, finish, validate(config, num_ranks=2))[0]
     assert losses[-1] < losses[0]
     out, merged = (
         export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True)
@@ -381,7 +380,7 @@ def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
 def test_an_adapter_loads_in_peft(ranks, tmp_path, family):
     """Gemma's embeddings are tied; GLM's files have buffers, which do not belong to the adapter."""
     config = dataclasses.replace(configure(tmp_path, family), adapter=AdapterConfig(rank=2))
-    _, logits = ranks.run(2, finish, validate_run(config, 2))[0]
+    _, logits = ranks.run(2, finish, validate(config, num_ranks=2))[0]
     out, merged = (
         export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True)
     )

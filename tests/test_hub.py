@@ -17,13 +17,13 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from ithaka.run.preflight import AUTO, resolve
+from ithaka.run.preflight import AUTO
 
 from ithaka.checkpoint.checkpoints import write_pins
-from ithaka.config import to_yaml
 from ithaka.exits import TransientError
 from ithaka.hub import fetch_model
 from refusals import assert_refused
+from runs import adopted, saved_settings
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}  # of org/tiny
 FILES = {
@@ -432,7 +432,8 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     }
     file.write_text(json.dumps(tree))
 
-    def names(config):
+    def names(draft):
+        config = draft.config
         data = config.data
         last = config.curriculum[1].data
         paths = [
@@ -443,7 +444,7 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
         ]
         return [config.model.path.name, *map(str, paths)]
 
-    first = resolve(file, [], AUTO, commits=(started := {}))
+    first = adopted(file, [], AUTO)
     a, b = commits.values()
     hub = (
         f"hf:/org/a@{b}:lines/train",
@@ -454,12 +455,12 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     )
     assert names(first) == [a, *hub, f"hf:/org/d@{a}"]
     (run_dir / "checkpoints/step-00000002").mkdir(parents=True)
-    (run_dir / "config.yaml").write_text(to_yaml(first))
-    write_pins(run_dir, started, "")
+    (run_dir / "config.yaml").write_text(saved_settings(first.config))
+    write_pins(run_dir, first.commits, "")
     commits |= {"main": "c" * 40, "v2": "d" * 40}
-    for again in (resolve(file, [], AUTO), resolve(None, [], run_dir)):
+    for again in (adopted(file, [], AUTO), adopted(resume=run_dir)):
         assert names(again) == names(first)
-    other = names(resolve(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
+    other = names(adopted(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
     assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(
         first
     )[1:5]
@@ -468,9 +469,9 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
             TransientError,
             match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct",
         ):
-            resolve(file, ["evaluate.data=hf://org/slow"], resume)
+            adopted(file, ["evaluate.data=hf://org/slow"], resume)
     (run_dir / "checkpoints/step-00000002").rmdir()
-    assert names(resolve(file, [], AUTO))[0] == "c" * 40, "nothing to resume"
+    assert names(adopted(file, [], AUTO))[0] == "c" * 40, "nothing to resume"
 
 
 @pytest.mark.parametrize("offline", ["0", pytest.param("1", marks=pytest.mark.slow)])

@@ -41,7 +41,8 @@ from ithaka.hf import trainers as hf
 from ithaka.hf.rewards import check_rollout
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
-from ithaka.run.resolve import detect_machine, plan_run
+from ithaka.run.machine import detect_machine
+from ithaka.run.road import plan_settings
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 
@@ -331,7 +332,7 @@ def test_a_trainer_may_load_the_model(tmp_path):
 @pytest.fixture
 def on_h200(monkeypatch):
     monkeypatch.setattr("ithaka.run.launch.detect_gpu", lambda: H200)
-    monkeypatch.setattr("ithaka.run.resolve.available_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("ithaka.run.machine.available_memory", lambda: 16 * 2**30)
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])
@@ -354,7 +355,7 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
         {"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}}
     )
     shape = parallel.shape_from_model(model)
-    _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
+    expected = plan_settings(config, detect_machine(config, 1, H200), shape).plan
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
     resolved = {"heads_per_stage": None, "kernel": "cpu", "compile": False}
     planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", **resolved)

@@ -21,8 +21,8 @@ from ithaka.ops import scan
 from ithaka.ops.state_graph import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.run.check_request import make_request
+from ithaka.run.rules import check_sizes
 from ithaka.run.shapes import find_shape
-from ithaka.run.validate import check_settings
 from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 from threads import run_on_threads
@@ -279,7 +279,7 @@ def test_more_ranks_than_heads_are_not_told_to_use_a_ring():
     with pytest.raises(
         ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"
     ):
-        check_settings(parse_config({"parallel": {"cp": 32}}), 32, shape)
+        check_sizes(parse_config({"parallel": {"cp": 32}}), shape, 32)
 
 
 def test_shared_blocks_and_mamba_1_are_refused():

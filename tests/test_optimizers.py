@@ -21,8 +21,8 @@ from ithaka.plan.bytes import gpu_phases, saved_bytes
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import make_search_space
 from ithaka.plan.shape import StepShape
-from ithaka.run import validate as checks
-from ithaka.run.resolve import model_shape
+from ithaka.run import rules
+from ithaka.run.road import model_shape
 from ithaka.run.shapes import find_shape
 from ithaka.train.prepare import prepare
 from refusals import assert_refused
@@ -89,7 +89,7 @@ def test_unsupported_combinations_are_refused(tmp_path, monkeypatch):
         assert_refused(
             refused, "memory.offload_optimizer=true", f"optim.name={name}", fix="optim.name=adamw"
         )
-    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "torchao" else True)
+    monkeypatch.setattr(rules, "find_spec", lambda package: None if package == "torchao" else True)
     refused = lambda: validate(optimizer_run(tmp_path, "adamw8bit"))  # noqa: E731
     assert_refused(refused, "optim.name=adamw8bit", fix="pip install -e '.[adamw8bit]'")
     refused = lambda: EntryConfig(context=61, steps=2, optim={"name": "muon"})  # noqa: E731
@@ -174,7 +174,7 @@ def test_plans_count_the_state_and_never_offload_it():
         assert saved == pytest.approx(4 * shape.num_parameters + num_bytes, rel=1e-4)
     config = load_config(None, ["optim.name=muon", "data.context=1M"])
     space = make_search_space(
-        config, (), dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB")
+        config, dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB")
     )
     plan = space.choose(StepShape(1 << 20))
     assert not plan.layout.offload_optimizer and not plan.fits

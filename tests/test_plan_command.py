@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ithaka.run.preflight import resolve
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -26,6 +25,7 @@ from ithaka.plan.render import render_plan
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.check_request import make_request
 from refusals import assert_command_refused, assert_refused
+from runs import adopted
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -543,14 +543,14 @@ def test_a_planned_file_is_complete(tmp_path, monkeypatch):
     """Uncommenting its lines in place gives a valid configuration. A duplicate section is
     refused."""
     # it names a model on the hub
-    monkeypatch.setattr("ithaka.run.preflight.fetch_model", lambda path, *_: path)
+    monkeypatch.setattr("ithaka.run.adopt.fetch_model", lambda path, *_: path)
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--out", str(file))
     assert "uncomment model.rope" in printed and printed.endswith(f": ithaka train {file}\n")
     assert (load_config(file).model.rope, load_config(file).data.path) == (None, None)
     lines = [re.sub(r"^  # (\w+: .*)", r"  \1", line) for line in file.read_text().splitlines()]
     file.write_text("\n".join(lines))
-    config = resolve(file, [])
+    config = adopted(file).config
     assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 128)  # 8192 positions
     assert (str(config.data.path), config.train.epochs, config.optim.lr) == ("books.jsonl", 1, 1e-5)
     file.write_text(file.read_text() + "\ndata:\n  path: mine.jsonl\n")

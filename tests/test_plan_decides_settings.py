@@ -1,4 +1,4 @@
-"""On a known GPU the planner decides the settings that are not explicit."""
+"""On a known GPU the planner decides the settings that nobody gave."""
 
 import dataclasses
 import json
@@ -13,41 +13,20 @@ from grids import diagonal
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
-from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
-from ithaka.layout import Layout, layout_from_config, make_layout
+from ithaka.config import ConfigError, OptimConfig, load_config, to_yaml
+from ithaka.layout import Layout, layout_from_config
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.mixers import AttentionCost
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.plan.tell import collect_facts
-from ithaka.run import validate
-from ithaka.run.resolve import (
-    Run,
-    certain_needs,
-    check_fits,
-    detect_machine,
-    model_shape,
-    plan_run,
-    store_host_bytes,
-    weakest_machine,
-)
-from ithaka.run.validate import check_ranks_agree, check_settings
-from typer.testing import CliRunner
-
-from grids import diagonal
-from ithaka.attention.kernels import KERNELS
-from ithaka.cli import app
-from ithaka.comm.agree import gather_objects, raise_on_all_ranks
-from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
-from ithaka.facts.attention import AttentionKind
-from ithaka.layout import Layout, layout_from_config, make_layout
-from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
-from ithaka.plan.mixers import AttentionCost
-from ithaka.plan.search import Plan
-from ithaka.plan.shape import StepShape
-from ithaka.plan.show import as_dict, as_text, list_assumptions
-from ithaka.run import validate
+from ithaka.run import road
+from ithaka.run.fits import check_fits
+from ithaka.run.machine import detect_machine, weakest_machine
+from ithaka.run.road import check_ranks_agree, model_shape, plan_settings
+from ithaka.run.rules import Facts, check_run, check_settings, check_sizes
 from ithaka.run.shapes import find_shape
+from ithaka.run.validated import Run, certain_needs, store_host_bytes
 from ithaka.train import journal
 
 pytestmark = pytest.mark.usefixtures("plans_once")
@@ -91,7 +70,7 @@ def llama(tmp_path, **changes):
         f"model.path={path}",
         *(f"{name.replace('__', '.')}={value}" for name, value in changes.items()),
     ]
-    return load_config(None, overrides), explicit_settings(None, overrides)
+    return load_config(None, overrides)
 
 
 def on_gpus(config, num_ranks, hardware=None):
@@ -107,13 +86,14 @@ def on_gpus(config, num_ranks, hardware=None):
     )
 
 
-def test_long_contexts_are_offloaded_and_explicit_settings_win(tmp_path):
-    config, explicit = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
-    resolved, plan = plan_run(config, explicit, node())
-    assert plan is not None and plan.fits
+def test_long_contexts_are_offloaded_and_given_settings_win(tmp_path):
+    config = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
+    planned = plan_settings(config, node())
+    resolved = planned.config
+    assert planned.plan is not None and planned.plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
-    assert resolved.parallel.cp == plan.layout.cp
+    assert resolved.parallel.cp == planned.plan.layout.cp
 
 
 SETTINGS = [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"}]
@@ -131,8 +111,10 @@ SETTINGS.append({"memory__overlap": "false", "train__batch": 2})
 )
 def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
     """Compares every setting and the sequences per step, for the same model and machine."""
-    config, explicit = llama(tmp_path, data__context=context, **changes)
-    resolved, plan = plan_run(config, explicit, node(H100))
+    config = llama(tmp_path, data__context=context, **changes)
+    planned = plan_settings(config, node(H100))
+    resolved = planned.config
+    plan = planned.plan
     overrides = [
         f"{name.replace('__', '.')}={value}"
         for name, value in changes.items()
@@ -144,8 +126,7 @@ def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
     answer = json.loads(CliRunner().invoke(app, args).stdout)
     assert answer["settings"] == plan.settings
     for name, value in answer["settings"].items():
-        section, key = name.split(".")
-        assert getattr(getattr(resolved, section), key) == value or explicit & {name}
+        assert resolved.get(name) == value or name in config.given
     layout = layout_from_config(resolved, 32, 8, on_gpu=True)
     layout = dataclasses.replace(layout, dtype=None, heads_per_stage=layout.heads_per_stage or 32)
     assert layout == plan.layout, "what the layers get is what was planned"
@@ -157,7 +138,7 @@ def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
 
 @pytest.mark.parametrize("context", ["128K", "1M", "4M"])
 def test_training_accepts_a_planned_yaml_file(tmp_path, context):
-    model = llama(tmp_path)[0].model.path
+    model = llama(tmp_path).model.path
     kernel = ["--set", "attention.kernel=cudnn"]
     args = [
         "plan",
@@ -174,9 +155,9 @@ def test_training_accepts_a_planned_yaml_file(tmp_path, context):
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
     config = load_config(file)
-    explicit = explicit_settings(file)
-    resolved, plan = plan_run(config, explicit, node(H100))
-    assert resolved == config and plan.settings == answer["settings"]
+    planned = plan_settings(config, node(H100))
+    plan = planned.plan
+    assert planned.config == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
 
@@ -198,9 +179,9 @@ def test_plans_assume_the_kernel_that_training_uses(
         KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4"
     )
     monkeypatch.setitem(KERNELS, "fa4", fa4)
-    config, explicit = llama(tmp_path, data__context="128K", attention__kernel=setting)
+    config = llama(tmp_path, data__context="128K", attention__kernel=setting)
     machine = detect_machine(config, 1, (H100, 2**62))
-    plan = plan_run(config, explicit, machine)[1]
+    plan = plan_settings(config, machine).plan
     assert machine.gpu.kernel == plan.hardware.gpu.kernel == kernel
     forward, backward = {"fa4": (664, 628), "cudnn": (594, 534), "flash": (310, 325)}[kernel]
     assert machine.gpu.attention_forward_flops == pytest.approx(forward * 1e12)
@@ -247,7 +228,7 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
 )
 def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, description):
     """Layers with a window run in the GPU's kernel, the others in `kernels`."""
-    usual = Plan(find_shape("gemma-3-4b"), make_layout(34), parse_gpus(gpu), StepShape(2**17))
+    usual = Plan(find_shape("gemma-3-4b"), Layout(), parse_gpus(gpu), StepShape(2**17))
     mixers = tuple(
         mixer if mixer.kind.window else AttentionCost(kind) for mixer in usual.shape.mixers
     )
@@ -281,7 +262,7 @@ def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
     """At 64K a sequence with its activations fits on half of the GPUs; at 4M it does not fit on
     four."""
     chosen = [
-        plan_run(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp
+        plan_settings(llama(tmp_path, data__context=c), node(H100)).config.parallel.cp
         for c in ("64K", "4M")
     ]
     assert chosen[0] < 8 == chosen[1]
@@ -295,8 +276,8 @@ def evaluated(config, every, *contexts):
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
     """Without activations for backward, longer contexts fit than in training; weights and optimizer
     stay."""
-    config, explicit = llama(tmp_path, data__context="128K", parallel__cp=8)
-    resolved, _ = plan_run(config, explicit, node(H100))
+    config = llama(tmp_path, data__context="128K", parallel__cp=8)
+    resolved = plan_settings(config, node(H100)).config
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
         check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
     refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
@@ -314,17 +295,17 @@ def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
 
 
 def test_a_plan_that_cannot_fit_is_refused(tmp_path):
-    config, explicit = llama(
+    config = llama(
         tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all"
     )
     machine = node(ranks=1)
-    resolved, plan = plan_run(config, explicit, machine)
-    assert not plan.fits
+    planned = plan_settings(config, machine)
+    assert not planned.plan.fits
     with pytest.raises(
         ConfigError,
         match=r"data.context=1048576 .*GPU.*; use memory.offload=host, .*memory.plan=off",
     ):
-        check_fits(on_gpus(resolved, 1, machine))
+        check_fits(on_gpus(planned.config, 1, machine))
 
 
 @pytest.mark.parametrize(
@@ -347,32 +328,33 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
 )
 def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
     machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 380 * 10**9)
-    config, explicit = llama(tmp_path, **changes)
-    resolved, _ = plan_run(config, explicit, machine)
+    config = llama(tmp_path, **changes)
+    resolved = plan_settings(config, machine).config
     with pytest.raises(ConfigError, match=ways) as refused:
         check_fits(on_gpus(resolved, 1, machine))
     if suggested := re.search(ways, str(refused.value)).groups():
         context = int(suggested[0])
         count = int(suggested[1])
         name = suggested[2]
-        shorter, explicit = llama(tmp_path, **changes | {"data__context": context})
-        assert plan_run(shorter, explicit, machine)[1].fits
+        shorter = llama(tmp_path, **changes | {"data__context": context})
+        assert plan_settings(shorter, machine).plan.fits
         larger = parse_gpus(name)
         assert larger.num_gpus == count > 1
         more = dataclasses.replace(
             machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes
         )
-        assert plan_run(config, explicit, more)[1].fits
+        assert plan_settings(config, more).plan.fits
     if "stored_dtype" in ways:
-        rounded, explicit = llama(tmp_path, **changes, memory__stored_dtype="float8")
-        assert plan_run(rounded, explicit, machine)[1].fits
+        rounded = llama(tmp_path, **changes, memory__stored_dtype="float8")
+        assert plan_settings(rounded, machine).plan.fits
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
-    config, explicit = llama(tmp_path, data__context="2M")
+    config = llama(tmp_path, data__context="2M")
     for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
         changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
-        assert plan_run(changed, explicit, node(name)) == (changed, None)
+        planned = plan_settings(changed, node(name))
+        assert (planned.config, planned.plan) == (changed, None)
 
 
 @pytest.mark.parametrize(
@@ -426,19 +408,21 @@ def test_a_gpu_with_a_similar_name_is_not_matched(name):
     ],
 )
 def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
-    config, explicit = llama(
+    config = llama(
         tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {})
     )
-    resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))
-    assert plan is not None
-    shape = model_shape(resolved)
-    check_settings(resolved, 8, shape)
+    machine = node(disk=10**13 if disk else 0)
+    planned = plan_settings(config, machine)
+    assert planned.plan is not None
+    check_settings(planned.config)
+    check_sizes(planned.config, planned.shape, 8)
+    check_run(Facts(planned.config, planned.shape, machine))
 
 
 def test_the_store_has_room_for_both_tiers(tmp_path):
     pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
     for inputs, outputs in pairs:
-        config, _ = llama(
+        config = llama(
             tmp_path,
             memory__offload=inputs,
             memory__attention_offload=outputs,
@@ -476,25 +460,24 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
 def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, free, disk):
     set_memory(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
-    config, explicit = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
-    resolved, plan = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
+    config = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
+    planned = plan_settings(config, detect_machine(config, 8, (H100, 2**62)))
+    plan = planned.plan
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
-    check_fits(on_gpus(resolved, 8))
-    assert resolved.memory.keep_attention != "none"
+    check_fits(on_gpus(planned.config, 8))
+    assert planned.config.memory.keep_attention != "none"
 
 
 def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
     set_memory(monkeypatch, 10**12, 60 * 10**9)
-    config, explicit = llama(
-        tmp_path, data__context="1M", memory__offload="host", memory__keep_inputs="none"
-    )
-    resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
+    config = llama(tmp_path, data__context="1M", memory__offload="host", memory__keep_inputs="none")
+    resolved = plan_settings(config, detect_machine(config, 8, (H100, 2**62))).config
     with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
         check_fits(on_gpus(resolved, 8))
 
 
 def test_a_missing_disk_path_is_refused_before_planning(tmp_path):
-    config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
+    config = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere .*create it"):
         detect_machine(config, 8, (H200, 2**62))
 
@@ -506,15 +489,15 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
         set_memory(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
-        config, explicit = llama(folder, data__context=context_by_rank[rank], parallel__cp=2)
+        config = llama(folder, data__context=context_by_rank[rank], parallel__cp=2)
         machines = gather_objects(raise_on_all_ranks(detect_machine, config, 2, (H200, 2**62)))
         try:
             raise_on_all_ranks(check_ranks_agree, gather_objects(config))
         except ConfigError as error:
             return str(error)
-        resolved, _ = plan_run(config, explicit, weakest_machine(machines))
+        resolved = plan_settings(config, weakest_machine(machines)).config
         raise_on_all_ranks(check_ranks_agree, gather_objects(resolved))
-        alone, _ = plan_run(config, explicit, machines[rank])
+        alone = plan_settings(config, machines[rank]).config
     return resolved, alone
 
 
@@ -550,7 +533,7 @@ def test_ranks_with_different_settings_are_refused(ranks, tmp_path):
 )
 def test_a_resumed_run_that_does_not_fit_is_refused(before, after, ranks, tmp_path):
     then, now = (node(H100, host=10**13, ranks=n) for n in (8, ranks))
-    run, _ = plan_run(*llama(tmp_path, **before), then)
+    run = plan_settings(llama(tmp_path, **before), then).config
     check_fits(on_gpus(run, 8, then))
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(run))
@@ -560,7 +543,7 @@ def test_a_resumed_run_that_does_not_fit_is_refused(before, after, ranks, tmp_pa
 
 
 def test_a_setting_on_only_one_rank_is_a_disagreement(tmp_path):
-    config, _ = llama(tmp_path)
+    config = llama(tmp_path)
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path))
     for both in ([config, other], [other, config]):
         with pytest.raises(ConfigError, match="rank 0 .*rank 1 .*same settings"):
@@ -572,10 +555,8 @@ def test_settings_are_compared_without_writing_those_of_every_rank(tmp_path, mon
     """Writing YAML takes milliseconds, and each of a thousand ranks compares all of them. Order
     counts, too: of optim.lr_factors, the first match is used."""
     written = []
-    monkeypatch.setattr(
-        validate, "to_yaml", lambda config: written.append(config) or to_yaml(config)
-    )
-    config, _ = llama(tmp_path)
+    monkeypatch.setattr(road, "to_yaml", lambda config: written.append(config) or to_yaml(config))
+    config = llama(tmp_path)
     factors = {"norm": 0.5, "embed": 0.1}
     orders = [dict(items) for items in (factors.items(), reversed(factors.items()))]
     first, other = (

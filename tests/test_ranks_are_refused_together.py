@@ -16,14 +16,15 @@ from ithaka.cli import app
 from ithaka.comm.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
-from ithaka.run import preflight
-from ithaka.run import resolve as run_module
+from ithaka.run import adopt, machine
+from ithaka.run.draft import AUTO, Request, read
+from ithaka.run.road import take_road
 from ithaka.train import parts
 from runs import run, tiny_run
 
 
 def lacks_memory(patch, folder):
-    patch.setattr(run_module, "available_memory", lambda: 2**20)
+    patch.setattr(machine, "available_memory", lambda: 2**20)
 
 
 def lacks_a_file(patch, folder):
@@ -56,7 +57,7 @@ def settings(folder):
         "data.path": folder / "texts",
         "data.tokenizer": "bytes",
     }
-    return [f"{name}={value}" for name, value in files.items()]
+    return tuple(f"{name}={value}" for name, value in files.items())
 
 
 def train(folder, lacking, on_ranks):
@@ -75,11 +76,11 @@ def directories(folder):
     no checkpoint."""
     with under_torchrun() as patch:
         rank = dist.get_rank()
-        patch.setattr(preflight.time, "strftime", lambda _: f"clock-{rank}")
-        chosen = preflight.preflight(None, settings(folder)).run_dir
+        patch.setattr(adopt.time, "strftime", lambda _: f"clock-{rank}")
+        chosen = take_road(read(Request(changes=settings(folder)))).run_dir
         patch.chdir(folder / str(rank))
         try:
-            preflight.preflight(None, settings(folder), preflight.AUTO, Path("run"))
+            take_road(read(Request(None, settings(folder), AUTO, Path("run"))))
         except TransientError as error:  # a shared file system may show it late
             return str(chosen), str(error)
 
@@ -104,15 +105,15 @@ def hub_requests(folder, ranks_per_node, lacks_files):
         patch.setattr(huggingface_hub, "snapshot_download", download)
         if lacks_files and dist.get_rank() == 1:
             patch.setattr(hub, "model_files", lambda path: {})
-        names = [
+        changes = (
             "data.context=64",
             "model.path=org/tiny",
             "evaluate.data=hf://org/texts",
             "evaluate.every=1",
-        ]
-        found = preflight.preflight(
-            None, [*names, f"data.path={folder / 'texts'}", "data.tokenizer=bytes"]
+            f"data.path={folder / 'texts'}",
+            "data.tokenizer=bytes",
         )
+        found = take_road(read(Request(changes=changes)))
     assert (
         found.config.model.path == snapshot
         and str(found.config.evaluate.data) == f"hf:/org/texts@{'a' * 40}"

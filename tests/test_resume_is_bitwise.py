@@ -13,8 +13,7 @@ import torch
 import faults
 from faults import moved
 from ithaka.config import load_config
-from ithaka.run.preflight import resolve
-from runs import bitwise_metrics, copy_run_at_step, metrics, run, tiny_run, validate
+from runs import adopted, bitwise_metrics, copy_run_at_step, metrics, run, tiny_run, validate
 
 
 def resumed_copy(config, folder, step):
@@ -103,11 +102,11 @@ def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
     )
     assert saved.data.tokenizer == "bytes" and not saved.data.sources[0].path.exists()
     same = validate(
-        resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run")
+        adopted(None, ["train.steps=3", "model.path=config.json"], Path("run")).config, Path("run")
     )
     assert {*same.changed} == {"train.steps", "optim.decay_steps"}
     monkeypatch.chdir(elsewhere)
-    again = resolve(None, ["train.steps=3"], start / "run")
+    again = adopted(None, ["train.steps=3"], start / "run").config
     run(again, start / "run")
     assert "random weights" not in capsys.readouterr().out
     lines = metrics(start / "run")

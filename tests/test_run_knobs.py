@@ -20,11 +20,10 @@ from ithaka.cli.runs import validate_rank
 from ithaka.config import load_config
 from ithaka.evaluate import sample as evaluating
 from ithaka.log.metrics import read_metrics
-from ithaka.run.preflight import resolve, validate_run
-from ithaka.run.validate import check_settings
+from ithaka.run.rules import check_settings
 from ithaka.train import trainer as trainer_module
 from refusals import assert_command_refused, assert_refused
-from runs import metrics, run, tiny_run, validate
+from runs import adopted, metrics, run, tiny_run, validate
 from templates import chat_tokenizer
 
 
@@ -82,12 +81,12 @@ def test_epochs_become_steps(stopped):
         "71 sequences are a pass over the data"
     )
     assert load_config(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
-    resolve(stopped.train.run_dir / "config.yaml", [])  # a run's config.yaml is valid for a new run
+    adopted(stopped.train.run_dir / "config.yaml")  # a run's config.yaml is valid for a new run
     both = ["train.epochs=2", "train.steps=3"]
     assert_refused(
-        lambda: resolve(None, both), "train.epochs=2.0", "train.steps", fix="leave one out"
+        lambda: adopted(None, both), "train.epochs=2.0", "train.steps", fix="leave one out"
     )
-    assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None
+    assert adopted(None, ["train.epochs=2"]).config.optim.decay_steps is None
 
 
 def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
@@ -99,7 +98,7 @@ def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
         "train.steps=5",
         "train.validate_every=0",
     ]
-    run(resolve(None, changes, run_dir), run_dir)
+    run(adopted(None, changes, run_dir).config, run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     assert records[-1]["lr"] == 0.5 and len(records) == 6
     assert names(run_dir)[0] == "step-00000005", (
@@ -255,7 +254,7 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
     run_dir = stopped.train.run_dir
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     config = load_config(run_dir / "config.yaml", ["train.validate_sequences=2"])
-    validate_rank(validate_run(config, 1, run_dir, trains=False))
+    validate_rank(validate(config, run_dir, trains=False))
     printed = capsys.readouterr().out.split()
     loss = float(printed[2])
     perplexity = float(printed[4])
@@ -269,8 +268,12 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
 )
 def test_a_knob_without_validation_is_refused(train, tmp_path):
     config = tiny_run(tmp_path, train=train)
-    check = partial(check_settings, config, 1, validate(tiny_run(tmp_path)).shape)
-    assert_refused(check, f"train.{next(iter(train))}=", "validation", fix="train.validate_every")
+    assert_refused(
+        partial(check_settings, config),
+        f"train.{next(iter(train))}=",
+        "validation",
+        fix="train.validate_every",
+    )
 
 
 def test_a_learning_rate_of_zero_is_refused(tmp_path):

@@ -33,7 +33,7 @@ from ithaka.plan.hardware import (
 )
 from ithaka.plan.search import forward_plan
 from ithaka.plan.shape import StepShape
-from ithaka.run import launch, resolve
+from ithaka.run import launch
 from ithaka.run.shapes import find_shape
 from models import tiny_config
 
@@ -535,7 +535,7 @@ def test_ranks_that_share_a_gpu_measure_layers_of_a_model_that_does_not_fit(monk
     """Four shares of an H200 do not hold Llama-3-8B, but two of its layers."""
     gpu = GPUS["H200-141GB"]
     monkeypatch.setattr(
-        resolve, "detect_machine", lambda *args: Hardware(gpu, 4, host_bytes=110 * 10**9)
+        selftest, "detect_machine", lambda *args: Hardware(gpu, 4, host_bytes=110 * 10**9)
     )
     monkeypatch.setattr(launch, "detect_gpu", lambda: None)
     monkeypatch.setattr(selftest, "MIN_CONTEXT", 2**17)

@@ -18,7 +18,7 @@ from ithaka.config import parse_config, to_dict
 from ithaka.layer import store
 from ithaka.profile import timeline
 from ithaka.run import launch
-from ithaka.run.preflight import AUTO
+from ithaka.run.draft import AUTO
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, validate
 
@@ -163,8 +163,8 @@ def groups_after_entries(config):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(launch, "ranks_persist", lambda: True)
         patch.setenv("RANK", str(dist.get_rank()))
-        for step in (0, 1):
-            cli.runs.train_rank(validate(config.at(step), AUTO))
+        for _ in config.curriculum:
+            cli.runs.train_rank(validate(config, AUTO))
             counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 

@@ -280,7 +280,8 @@ def profiling_changes(changes: list[str], num_steps: int) -> list[str]:
         "train.validate_every": 0,
         "train.validate_sequences": 0,
     }
-    for name in sorted(load_config(None, changes).given & fixed.keys()):
+    names = {change.partition("=")[0].strip() for change in changes}
+    for name in sorted(names & fixed.keys()):
         raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
     return [f"{name}={value}" for name, value in fixed.items()]
 

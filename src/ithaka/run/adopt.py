@@ -91,10 +91,7 @@ def _choose_run_dir(draft: Draft) -> Path:
 
 def _keep_decay(config: Config, saved: Config, run_dir: Path) -> Config:
     """Keep the decay of a run that is resumed with more steps, unless it had not begun."""
-    is_own_file = config.origin("optim.decay_steps") == Origin.RUN
-    if config.optim.decay_steps is not None and not is_own_file:
-        return config
-    if config.origin("optim.decay_steps") == Origin.COMMAND:  # null
+    if config.optim.decay_steps is not None or config.origin("optim.decay_steps") == Origin.COMMAND:
         return config
     end = saved.optim.decay_steps or saved.train.steps
     begins = saved.optim.warmup_steps

@@ -72,6 +72,8 @@ def read(request: Request) -> Draft:
         tree = read_yaml(file)
         saved = parse_config(tree, source=str(file))
         config = parse_config(tree, request.changes, source=str(file))
+        if config.origin("optim.decay_steps") == Origin.RUN:  # `adopt` may keep it
+            config = config.with_values({"optim.decay_steps": None}, Origin.RUN)
         if config.origin("train.run_dir") == Origin.COMMAND:
             raise _conflict("--set train.run_dir", resume)
     if saved is None:  # otherwise adopt first settles where the learning rate's decay ends

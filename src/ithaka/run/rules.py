@@ -78,8 +78,7 @@ def _show(config: Config, name: str) -> str:
 
 def check_settings(config: Config) -> None:
     """Refuse settings that do not go together, whatever the model and the machine."""
-    if not config.curriculum:
-        _check_all(SETTINGS_RULES, config, config)
+    _check_all(SETTINGS_RULES, config, config)
     for index in range(len(config.curriculum)):
         try:
             entry = config.of_entry(index)
