@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ithaka.run.resolve import model_shape
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
@@ -25,6 +24,7 @@ from ithaka.facts.model_files import read_json
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
+from ithaka.run.road import model_shape
 from ithaka.run.shapes import shape_from_config
 from ithaka.train import loop
 from ithaka.train.prepare import prepare

@@ -17,11 +17,11 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from ithaka.run.preflight import AUTO
 
 from ithaka.checkpoint.checkpoints import write_pins
 from ithaka.exits import TransientError
 from ithaka.hub import fetch_model
+from ithaka.run.draft import AUTO
 from refusals import assert_refused
 from runs import adopted, saved_settings
 

@@ -21,10 +21,23 @@ OPTIONS = {
     "train.batch": "--batch",
     "train.steps": "--steps",
 }
-ADAPTER_SETTINGS = {
-    f"adapter.{name}"
-    for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
-}
+# Settings that affect a plan.
+PLANNED = (
+    *FIELDS,
+    "train.accumulate",
+    "train.compile",
+    "attention.kernel",
+    "optim.name",
+    "loss.type",
+    "loss.teacher",
+    "loss.teacher_base",
+    "adapter.base",
+    "adapter.dropout",
+    "adapter.modules_to_save",
+    "adapter.rank",
+    "adapter.targets",
+    "adapter.unquantized",
+)
 
 
 def make_request(
@@ -47,20 +60,11 @@ def make_request(
         )
     config = load_config(None, overrides)
     given = config.given
-    planned = (
-        *FIELDS,
-        "train.accumulate",
-        "train.compile",
-        "attention.kernel",
-        "optim.name",
-        "loss.type",
-    )
-    planned += "loss.teacher", "loss.teacher_base"
-    for name in sorted(given.difference(planned, ADAPTER_SETTINGS)):
+    for name in sorted(given.difference(PLANNED)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
         if not any_setting:
-            names = ", ".join((*planned, *sorted(ADAPTER_SETTINGS)))
+            names = ", ".join(PLANNED)
             raise ConfigError(f"{name} does not affect a plan; use one of {names}")
     work = {"data.context": num_tokens, "train.batch": batch}
     config = config.with_values(work, Origin.DEFAULT)
