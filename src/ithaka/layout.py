@@ -217,10 +217,10 @@ class Layout:
 
     def of_layers(self, layers: Sequence[int], num_layers: int) -> Layout:
         """The layout of a model that has only these layers of a model with `num_layers`."""
-        counts = {
-            name: sum(layer >= num_layers - getattr(self, name) for layer in layers)
-            for name in ("keep_inputs", "keep_attention", "keep_projections", "keep_everything")
-        }
+        counts: dict[str, Any] = {}
+        for name in ("keep_inputs", "keep_attention", "keep_projections", "keep_everything"):
+            first = num_layers - getattr(self, name)
+            counts[name] = sum(layer >= first for layer in layers)
         return replace(self, **counts)
 
     def policy_groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:

@@ -24,10 +24,11 @@ from ithaka.config.base_formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
-from ithaka.run.draft import AUTO, Request, read
+from ithaka.run.draft import AUTO, Draft, Request, read
 from ithaka.run.streams import survive_lost_readers
 
 if TYPE_CHECKING:
+    from ithaka.run import launch
     from ithaka.run.validated import Run
 
 ConfigFile = Annotated[
@@ -218,12 +219,9 @@ def start_run(
     # below, where --max-restarts applies.
     with suppress(TransientError):
         draft = read(request)
-    with loading() as status:
-        from ithaka.checkpoint.checkpoints import latest_name
+    with loading():
         from ithaka.log.metrics import note_startup
-        from ithaka.plan import render, tell
         from ithaka.run import launch
-        from ithaka.run.road import take_road
 
     note_startup("imports")
     if max_restarts and launch.under_torchrun():
@@ -231,8 +229,21 @@ def start_run(
             f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m "
             "ithaka"
         )
-    restarts = launch.Restarts(max_restarts)
-    while True:  # one pass per curriculum entry or restart
+    raise typer.Exit(run_entries(request, draft, launch.Restarts(max_restarts), profiled_steps > 0))
+
+
+def run_entries(
+    request: Request, draft: Draft | None, restarts: "launch.Restarts", only_profile: bool
+) -> int:
+    """Run one entry of a curriculum after the other, each as a resume, and restart those that fail.
+    Returns the exit code. `draft`: None if the settings could not be read yet."""
+    with loading() as status:
+        from ithaka.checkpoint.checkpoints import latest_name
+        from ithaka.log.metrics import note_startup
+        from ithaka.run import launch
+        from ithaka.run.road import take_road
+
+    while True:  # one pass per entry or restart
         try:
             with status("checking settings and data"):
                 draft = draft or read(request)
@@ -244,31 +255,37 @@ def start_run(
             launch.print_outcome(outcome)
             if restarts.allow(outcome.code):
                 continue
-            raise typer.Exit(outcome.code) from None
-        if not trains:
-            raise typer.Exit(launch.run_ranks(validate_rank, (run,), run.num_ranks))
-        train = run.config.train
+            return outcome.code
+        if not request.trains:
+            return launch.run_ranks(validate_rank, (run,), run.num_ranks)
         if run.finished:
             if is_rank_0():
                 launch.try_print(f"{run.run_dir} is finished after {run.last_step} steps")
-            raise typer.Exit(ExitCode.DONE)
-        if run.plan is not None and is_rank_0():
-            model = run.config.model
-            steps = train.steps if train.epochs is None else None
-            facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
-            launch.try_print(render.render_plan(facts))
+            return ExitCode.DONE
+        print_plan(run)
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
-        in_children = max_restarts > 0 or (run.entry.count > 1 and launch.num_gpus() > 0)
+        in_children = restarts.limit > 0 or (run.entry.count > 1 and launch.num_gpus() > 0)
         before = latest_name(run.run_dir)
-        code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, in_children)
+        code = launch.run_ranks(train_rank, (run, only_profile), run.num_ranks, in_children)
         progressed = latest_name(run.run_dir) != before
         if (code or run.entry.is_last) and not restarts.allow(code, progressed):
-            break
-        if resume is None:
+            return code
+        if request.resume is None:
             later = replace(request, resume=AUTO, run_dir=run.run_dir)
             draft = replace(draft, request=later)
-    raise typer.Exit(code)
+
+
+def print_plan(run: "Run") -> None:
+    from ithaka.plan import render, tell
+    from ithaka.run.launch import try_print
+
+    if run.plan is not None and is_rank_0():
+        train = run.config.train
+        model = run.config.model
+        steps = train.steps if train.epochs is None else None
+        facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
+        try_print(render.render_plan(facts))
 
 
 def profiling_changes(changes: list[str], num_steps: int) -> list[str]:
