@@ -4,8 +4,7 @@ One layer of each kind runs on fake tensors (without storage), as layer/passes.p
 """
 
 import copy
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ from ithaka.facts.sizes import FRAME_PATCHES
 from ithaka.foreign import torch_operators
 from ithaka.foreign.torch_core import (
     FakeTensorMode,
-    OpOverload,
     TorchDispatchMode,
     mutates_inputs,
     pytree,
@@ -45,6 +43,8 @@ from ithaka.plan.mixers import (
     SsdCost,
 )
 from ithaka.plan.shape import Encoder, MeasuredLayer, MixerCost, ModelShape
+from ithaka.profile.live import RecordOutputs, StorageTracker, flatten
+from ithaka.profile.memory import Allocation
 from ithaka.roots.find import find_root
 from ithaka.roots.probe import probe_once
 from ithaka.roots.recorder import LENGTHS, Recorder
@@ -501,40 +501,43 @@ class _FusedNorm(torch.autograd.Function):
         return dout + ctx.saved_tensors[0]
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(StorageTracker):
     """Counts bytes of new tensors while they exist, and those that all but matmuls move."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = self.moved = 0
-        self.known: set[int] = set()
+        super().__init__(torch.device("cpu"))
+        self.now = 0
+        self.peak = 0
+        self.moved = 0
+        self.num_new = 0
 
-    def __torch_dispatch__(
-        self,
-        function: OpOverload,
-        types: Sequence[type],
-        args: tuple = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        result = function(*args, **(kwargs or {}))
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        of_inputs = {id(t.untyped_storage()) for t in inputs}
-        new = [t for t in outputs if self._add(t.untyped_storage(), of_inputs)]
-        if (new or mutates_inputs(function)) and function.overloadpacket.__name__ not in MATMULS:
-            self.moved += sum(t.nbytes for t in (*inputs, *outputs))
-        return result
+    def make_mode(self) -> TorchDispatchMode:
+        return _CountMoved(self)
 
-    def _add(self, storage: torch.UntypedStorage, of_inputs: set[int]) -> bool:
-        key = id(storage)
-        if key in self.known or key in of_inputs:
-            return False
-        self.known.add(key)
-        self.now += storage.nbytes()
+    def own_tensors(self, values: Iterable[Any]) -> Iterator[Tensor]:
+        """Fake tensors, too: nothing else is measured."""
+        return (t for t in flatten(values) if isinstance(t, Tensor))
+
+    def set_category(self, tensor: Tensor, category: str) -> None:
+        """Older tensors do not count."""
+
+    def on_change(self, old: Allocation | None, new: Allocation) -> None:
+        self.num_new += old is None
+        self.now += new.num_bytes - (old.num_bytes if old is not None else 0)
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, storage.nbytes())
-        return True
 
-    def _drop(self, key: int, num_bytes: int) -> None:
-        self.known.discard(key)
-        self.now -= num_bytes
+    def on_free(self, allocation: Allocation) -> None:
+        self.now -= allocation.num_bytes
+
+
+class _CountMoved(RecordOutputs):
+    tracker: _LiveBytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        num_before = self.tracker.num_new
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        is_written = self.tracker.num_new > num_before or mutates_inputs(func)
+        if is_written and func.overloadpacket.__name__ not in MATMULS:
+            tensors = self.tracker.own_tensors((*args, *(kwargs or {}).values(), result))
+            self.tracker.moved += sum(t.nbytes for t in tensors)
+        return result
