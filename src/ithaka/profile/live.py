@@ -283,7 +283,7 @@ class AllocatorHistory(MemoryMap):
 # ---- which line of code allocated it
 
 _PACKAGE = str(Path(ithaka.__file__).parent)
-_PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
+_PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/trace/", f"{_PACKAGE}/phases.py")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
 # Parts of FSDP2's names.
 GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")
