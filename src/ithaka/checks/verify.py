@@ -62,6 +62,7 @@ MIN_LAYERS = 2
 MAX_VOCAB = 1024
 MAX_WINDOW = 11
 MAX_TILE = 16
+ON_HOST: dict[str, Any] = {"input_tier": "host", "attention_tier": "host"}
 CHECKS_FILE = "checks.json"
 INVALID_ERROR = 1e9  # for missing gradients and non-finite errors: JSON has no infinity
 Checks = Iterator[dict[str, Any]]
@@ -145,16 +146,9 @@ def layout_to_verify(
     """Adapt the configured layout to a few layers and tokens and float64; by default, enable every
     technique."""
     if config is None:
-        return Layout(
-            cp,
-            heads_per_stage=cp if cp < heads else None,
-            tile_tokens=MAX_TILE,
-            input_tier="host",
-            keep_inputs=1,
-            keep_attention=num_layers // 2,
-            attention_tier="host",
-            dtype="float64",
-        )
+        stage = cp if cp < heads else None
+        counts = {"keep_inputs": 1, "keep_attention": num_layers // 2}
+        return Layout(cp, stage, MAX_TILE, **ON_HOST, **counts, dtype="float64")
     layout = layout_from_config(config, num_layers, cp, on_gpu=False)
     stage = layout.heads_per_stage
     if stage:
@@ -365,15 +359,9 @@ def run_checks(
         errors = ModelPair(directory, mesh, layout, adapter).compare_losses(ids, ids)
         yield _worst_check("adapter", errors)
     if stored_dtype is not None:
-        stored = replace(
-            layout.without_backward(),
-            dtype="bfloat16",
-            input_tier="host",
-            keep_attention=num_layers,
-            attention_tier="host",
-        )
         for dtype in (None, stored_dtype):
-            changed = replace(stored, stored_dtype=dtype)
+            plain = replace(layout.without_backward(), dtype="bfloat16", stored_dtype=dtype)
+            changed = replace(plain, **ON_HOST, keep_attention=num_layers)
             part = f"bf16, stored in {dtype or 'bf16'}"
             yield _median_check(part, ModelPair(directory, mesh, changed, adapter), ids)
             gc.collect()
