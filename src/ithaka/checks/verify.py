@@ -147,7 +147,7 @@ def layout_to_verify(
     technique."""
     if config is None:
         stage = cp if cp < heads else None
-        counts = {"keep_inputs": 1, "keep_attention": num_layers // 2}
+        counts: dict[str, Any] = {"keep_inputs": 1, "keep_attention": num_layers // 2}
         return Layout(cp, stage, MAX_TILE, **ON_HOST, **counts, dtype="float64")
     layout = layout_from_config(config, num_layers, cp, on_gpu=False)
     stage = layout.heads_per_stage
