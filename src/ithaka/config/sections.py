@@ -104,7 +104,7 @@ class AdapterConfig(Section, name="adapter"):
     # Rank (PEFT: r).
     rank: int = setting(16, ge=1)
     # The adapter's output is scaled by alpha / rank (PEFT: lora_alpha).
-    alpha: float = setting(32, gt=0)
+    alpha: float = setting(32.0, gt=0)
     # Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).
     rslora: bool = False
     # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or
