@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ithaka.run.preflight import build_run
-from ithaka.run.resolve import input_slabs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoders import DECODERS, DELTA, SIZES
