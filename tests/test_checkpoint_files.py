@@ -383,12 +383,12 @@ def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
 def load_and_count_reads(config):
     """Resume as under torchrun, and return how often this rank reads the index, and whether the run
     resumed."""
-    read = SafeReader.read_metadata
+    read_index = SafeReader.read_metadata
     reads = []
 
     def read_metadata(self, *args, **kwargs):
         reads.extend([self.path] * (self.part is None))
-        return read(self, *args, **kwargs)
+        return read_index(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafeReader, "read_metadata", read_metadata)
@@ -698,7 +698,7 @@ def test_the_newest_usable_checkpoint_decides_whether_the_decay_moves(run_dir, c
     assert adopted(None, ["train.steps=12"], run_dir).config.optim.decay_steps == 6
     (run_dir / "checkpoints/step-00000006/state.json").write_text('{"step": 6, "tok')
     assert adopted(None, ["train.steps=12"], run_dir).config.optim.decay_steps == 12
-    assert capsys.readouterr().err == "", "the damage is reported when the run resumes"
+    assert capsys.readouterr().err.count("cannot be used") == 1
 
 
 def test_a_checkpoint_that_another_run_removes_counts_as_damaged(tmp_path):

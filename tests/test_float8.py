@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ithaka.run.preflight import build_run
-from ithaka.run.resolve import input_slabs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoders import DECODERS, DELTA, SIZES
@@ -21,7 +19,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.facts.dtypes import FLOAT8_BLOCK, float8_bytes
 from ithaka.layer.store import Store
-from ithaka.layout import ActivationPolicy, Layout, check_float8, make_layout
+from ithaka.layout import ActivationPolicy, Layout, check_float8
 from ithaka.model import build
 from ithaka.ops import float8
 from ithaka.plan.bytes import build_ledger
@@ -32,11 +30,15 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.plan.tell import collect_facts
 from ithaka.plan.trace import TraceRequest
+from ithaka.run.draft import Draft, Request
+from ithaka.run.machine import detect_machine
+from ithaka.run.road import Planned, build_run, model_shape
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace_plan import trace_model
+from ithaka.run.validated import input_slabs
 from models import CONSTRUCTING, tiny_config, tiny_model
 from precision import Batch, bf16_layout, error, our_gradients
-from runs import tiny_run
+from runs import tiny_run, validate
 from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -251,9 +253,7 @@ def test_a_softmax_whose_log_sum_exp_is_kept_is_normalized():
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight *= 10
-    model = build.parallelize_model(
-        model, mesh=make_mesh(1), layout=Layout(kept=(ActivationPolicy(),) * 2)
-    )
+    model = build.parallelize_model(model, mesh=make_mesh(1), layout=Layout())
     projections = [f"{name}_proj.weight" for name in "qkv"]
 
     def gradients(policy, stored_dtype):
@@ -291,9 +291,8 @@ def step(layout, family="qwen3_moe", **changes):
 
 
 def float8_layout(**options):
-    return Layout(
-        tile_tokens=24, kept=(ActivationPolicy("host", "host"),) * 2, dtype="bfloat16", **options
-    )
+    tiers = {"input_tier": "host", "keep_attention": 2, "attention_tier": "host"}
+    return Layout(tile_tokens=24, dtype="bfloat16", **tiers | options)
 
 
 def test_backward_repeats_the_experts_of_forward(monkeypatch):
@@ -334,15 +333,15 @@ def test_experts_whose_choices_are_not_repeated_are_refused(monkeypatch):
 # ---- bytes
 
 
-@pytest.mark.parametrize("attention", [None, "host"])
-def test_half_of_the_bytes_are_stored_and_forward_is_exact(attention):
+@pytest.mark.parametrize("keep_attention", [0, 2])
+def test_half_of_the_bytes_are_stored_and_forward_is_exact(keep_attention):
     """A scale per 32 elements is added. The log-sum-exps of attention stay in fp32, and with them
     the input in bf16."""
     held = {}
     losses = []
     for stored in (None, "float8"):
-        kept = (ActivationPolicy("host", attention),) * 2
-        model, loss = step(replace(float8_layout(stored_dtype=stored), kept=kept), "llama")
+        layout = float8_layout(stored_dtype=stored, keep_attention=keep_attention)
+        model, loss = step(layout, "llama")
         store = model.model.layers[0].forward.store
         held[stored] = store.pool.busy_bytes
         _ = losses.append(loss.detach())
@@ -351,7 +350,7 @@ def test_half_of_the_bytes_are_stored_and_forward_is_exact(attention):
     x_bytes = 2 * 60 * 64 * 2
     lse_bytes = 2 * 60 * 4 * 4
     rounded_bytes = x_bytes * (1 + 1 / 32) / 2
-    if attention is None:
+    if not keep_attention:
         assert (held[None], held["float8"]) == (x_bytes, rounded_bytes)
     else:
         assert (held[None], held["float8"]) == (
@@ -381,11 +380,19 @@ def test_planned_bytes_are_those_of_the_schedule(family, overlap):
         "num_hidden_layers": 2,
         "hidden_size": 128,
     }
-    kept = (ActivationPolicy("host"), ActivationPolicy("host", "host"))
     cp = 2
     tokens = 512
     layout = Layout(
-        cp, 2, 64, kept, overlap=overlap, dtype="bfloat16", kernel="cpu", stored_dtype="float8"
+        cp,
+        heads_per_stage=2,
+        tile_tokens=64,
+        input_tier="host",
+        keep_attention=1,
+        attention_tier="host",
+        overlap=overlap,
+        dtype="bfloat16",
+        kernel="cpu",
+        stored_dtype="float8",
     )
     shape = shape_from_config(sizes)
     machine = parse_gpus("2xH100")
@@ -435,10 +442,12 @@ def test_float8_without_anything_to_store_is_refused(tmp_path):
             ConfigError,
             match="memory.stored_dtype=float8 has no effect: .*; use memory.offload=host",
         ):
-            build_run(config, 1, None, resumes=False)
-        build_run(config, 1, None, resumes=True)
+            validate(config)
+        resumed = Draft(Request(), config, resumes=tmp_path)
+        machine = detect_machine(config, 1, None)
+        build_run(Planned(config, model_shape(config)), 1, machine, resumed)
     for changes in ({"offload": "host"}, {"keep_attention": 1, "attention_offload": "host"}):
-        build_run(tiny_run(tmp_path, memory=memory | changes), 1, None, resumes=False)
+        validate(tiny_run(tmp_path, memory=memory | changes))
     shape = find_shape("llama3-8b")
     machine = parse_gpus("8xH200")
     plan = SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192))
@@ -448,26 +457,18 @@ def test_float8_without_anything_to_store_is_refused(tmp_path):
 
 def test_a_layer_that_keeps_attention_keeps_its_input_in_full():
     """In the layout, in the search's bytes and seconds, and in what is pinned ahead."""
-    layout = make_layout(
-        3, input_tier="host", keep_attention=1, attention_tier="device", stored_dtype="float8"
-    )
-    assert [layout.input_dtype(policy) for policy in layout.kept] == ["float8", "float8", None]
-    assert layout.rounds and not layout.with_changes(keep_attention=3).rounds
-    assert layout.with_changes(keep_attention=3, attention_tier="host").rounds
+    layout = Layout(input_tier="host", keep_attention=1, stored_dtype="float8")
+    dtypes = [layout.input_dtype(policy) for policy in layout.layer_policies(3)]
+    assert dtypes == ["float8", "float8", None]
+    assert layout.rounds(3) and not replace(layout, keep_attention=3).rounds(3)
+    assert replace(layout, keep_attention=3, attention_tier="host").rounds(3)
     shape = find_shape("llama3-8b")
     machine = parse_gpus("1xH200")
     work = StepShape(4096)
     bytes_ = []
     seconds = []
     for stored in ("float8", None):
-        kept = make_layout(
-            32,
-            input_tier="host",
-            keep_attention=32,
-            attention_tier="device",
-            overlap=False,
-            stored_dtype=stored,
-        )
+        kept = Layout(input_tier="host", keep_attention=32, overlap=False, stored_dtype=stored)
         bytes_.append(build_ledger(shape, kept, machine, work).host["layer inputs"])
         seconds.append(step_seconds(shape, kept, machine, work))
     assert bytes_[0] == bytes_[1] == 32 * 4096 * 4096 * 2 and seconds[0] == seconds[1]
@@ -475,7 +476,7 @@ def test_a_layer_that_keeps_attention_keeps_its_input_in_full():
         layout=layout, work=work, shape=SimpleNamespace(num_layers=3, first_trained=0, hidden=64)
     )
     assert input_slabs(run) == (4096 * 66, 2)
-    assert input_slabs(SimpleNamespace(**{**vars(run), "layout": make_layout(3)})) == (0, 0)
+    assert input_slabs(SimpleNamespace(**{**vars(run), "layout": Layout()})) == (0, 0)
 
 
 def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from ithaka.checkpoint.checkpoints import write_pins
+from ithaka.checkpoint import checkpoints
 from ithaka.exits import TransientError
 from ithaka.hub import fetch_model
 from ithaka.run.draft import AUTO
@@ -413,6 +413,7 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", find)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", find)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(checkpoints, "find_checkpoint", checkpoints.newest_checkpoint)
     run_dir = tmp_path / "run"
     file = tmp_path / "run.yaml"
     sources = [
@@ -423,7 +424,7 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     tree = {
         "model": {"path": "org/tiny"},
         "data": {"sources": sources, "validation_path": "hf://org/c/dev"},
-        "evaluate": {"data": "hf://org/b"},
+        "evaluate": {"data": "hf://org/b", "every": 1},
         "curriculum": [
             {"context": 8, "steps": 2},
             {"context": 16, "steps": 2, "data": {"path": "hf://org/d"}},
@@ -456,7 +457,7 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     assert names(first) == [a, *hub, f"hf:/org/d@{a}"]
     (run_dir / "checkpoints/step-00000002").mkdir(parents=True)
     (run_dir / "config.yaml").write_text(saved_settings(first.config))
-    write_pins(run_dir, first.commits, "")
+    checkpoints.write_pins(run_dir, first.commits, "")
     commits |= {"main": "c" * 40, "v2": "d" * 40}
     for again in (adopted(file, [], AUTO), adopted(resume=run_dir)):
         assert names(again) == names(first)
