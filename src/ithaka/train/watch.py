@@ -48,9 +48,10 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
     """What the report shows of a plan of one micro-step: plan.json."""
     shape = plan.shape
     layout = plan.layout
+    policies = [dataclasses.asdict(each) for each in layout.layer_policies(shape.num_layers)]
     stages = count_slots(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
     values = {
-        "layout": dataclasses.asdict(layout),
+        "layout": {**dataclasses.asdict(layout), "kept": policies},
         "stages": len(stages),
         "peak_bytes": sum_planned_by_category(plan),
         # Of one rank.
