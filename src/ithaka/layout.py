@@ -63,9 +63,6 @@ class ActivationPolicy:
         return self.input != "device" and (self.attention == "device" or self.projections)
 
 
-EVERYTHING = ActivationPolicy("device", "device", True, True)
-
-
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
