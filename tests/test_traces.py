@@ -79,7 +79,7 @@ def tiny_config(family="llama", num_layers=2, **changes):
 
 
 def tiny_request(family="llama", num_layers=2, keeps=KEEPS, config=None, **options):
-    layout = Layout(CP, None, TILE, dtype="bfloat16", kernel="cpu", **keeps)
+    layout = Layout(CP, tile_tokens=TILE, dtype="bfloat16", kernel="cpu", **keeps)
     return TraceRequest(
         json.dumps(config or tiny_config(family, num_layers)), layout, CP, **options
     )
@@ -551,7 +551,7 @@ def test_a_trace_is_cached_for_one_plan_and_version(cache_folder, monkeypatch):
 
 def tiny_plan(config, context=TOKENS, **changes):
     shape = shape_from_config(config)
-    layout = Layout(CP, None, TILE, **KEEPS | changes)
+    layout = Layout(CP, tile_tokens=TILE, **KEEPS | changes)
     return Plan(shape, layout, parse_gpus(f"{CP}xH100"), StepShape(context))
 
 
