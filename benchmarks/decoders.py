@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaka.blocks import experts
 from ithaka.comm.mesh import end_process_group, free_memory, start_process_group
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 
 # Shapes of the released models, with fewer layers.
@@ -236,9 +236,11 @@ def run_ithaka(case: dict[str, Any], how: str) -> Any:
     if how == "blackbox":
         experts.is_expert_module = lambda module: False
     model = make_model(case)
-    kept = (ActivationPolicy(attention="device"),) * len(model.model.layers)
     layout = Layout(
-        tile_tokens=case["tile"], kept=kept, dtype="bfloat16", compile=case.get("compile", False)
+        tile_tokens=case["tile"],
+        keep_attention=len(model.model.layers),
+        dtype="bfloat16",
+        compile=case.get("compile", False),
     )
     start_process_group(torch.device(device()))
     parallelize_model(model, layout=layout)

@@ -37,7 +37,7 @@ from ithaka.cli.options import AsJson, print_rows
 from ithaka.comm.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.config import OptimConfig
 from ithaka.layer.store import HostHandle
-from ithaka.layout import ActivationPolicy, Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.optimizers import make_optimizer
 from ithaka.phases import Listener, PhasePath, listening
@@ -138,10 +138,10 @@ def layer(
                 "overlap": overlap,
                 "tile_tokens": 16 if tiny else 8192,
             }
-            layout = make_layout(2, cp=8, dtype=rehearse.rehearsal_dtype(), **tiers, **sizes)
+            layout = Layout(cp=8, dtype=rehearse.rehearsal_dtype(), **tiers, **sizes)
             copied = CopiedBytes()
             with copied.counting(), listening(Progress(stored or layout.dtype)):
-                measured = rehearse.rehearse(config, layout, 8, context)
+                measured = rehearse.rehearse(config, layout, 8, context, layers=range(2))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -210,10 +210,15 @@ def train(
     source: Any, name: str, ids: Tensor, context: int, steps: int, lr: float, log: bool
 ) -> list[float]:
     """Train all parameters with AdamW, warmup and clipping; return the loss of every step."""
-    num_layers = find_layers(source)
-    kept = (ActivationPolicy("host", "host"),) * num_layers
     dtype, stored = CURVES[name]
-    layout = Layout(1, None, min(context, 8192), kept, dtype=dtype, stored_dtype=stored)
+    layout = Layout(
+        tile_tokens=min(context, 8192),
+        input_tier="host",
+        keep_attention=find_layers(source),
+        attention_tier="host",
+        dtype=dtype,
+        stored_dtype=stored,
+    )
     model = build_model(source, make_mesh(1), layout, context=context)
     optimizer = make_optimizer(model, OptimConfig(lr=lr))
     losses = []

@@ -9,6 +9,7 @@ peak: of the layers, above the same layers at few tokens. X: one activation
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from ithaka.checks import rehearse
 from ithaka.cli.options import AsJson, parse_tokens, print_rows
 from ithaka.cli.plan import Context, Model
 from ithaka.config import ConfigError
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.log.console import status
 from ithaka.plan.models import find_config
 from ithaka.run.shapes import find_shape
@@ -36,14 +37,14 @@ def measure(
         "+ stages": {"heads_per_stage": ranks},
         "+ kept attention": {"keep_attention": layers, "attention_tier": "host"},
     }
-    layout = make_layout(
-        layers, cp=ranks, keep_everything=layers, overlap=False, dtype=rehearse.rehearsal_dtype()
+    layout = Layout(
+        cp=ranks, keep_everything=layers, overlap=False, dtype=rehearse.rehearsal_dtype()
     )
     rows = []
     for name, change in rungs.items():
-        layout = layout.with_changes(**change)
+        layout = replace(layout, **change)
         with status(f"{name}: rehearsing at {context} tokens"):
-            measured = rehearse.rehearse(config, layout, ranks, context)
+            measured = rehearse.rehearse(config, layout, ranks, context, layers=range(layers))
         gc.collect()
         torch.cuda.empty_cache()
         sizes = {

@@ -27,7 +27,7 @@ import typer
 from torch.profiler import profile, record_function, supported_activities
 
 from ithaka.comm.mesh import default_device, end_process_group, make_mesh, start_process_group
-from ithaka.layout import Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import find_config
@@ -40,17 +40,14 @@ CASES = ((1, 1), (2, 1), (2, 2), (4, 1))  # ring, stages
 
 def case_layout(ranks: int, ring: int, stages: int, tokens: int) -> Layout:
     """`stages` divide the 32 query heads of the layer."""
-    return make_layout(
-        1,
+    return Layout(
         cp=ranks,
         ring=ring,
         heads_per_stage=None if stages == 1 else 32 // stages,
         overlap=True,
         tile_tokens=min(8192, tokens // ranks),
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        input_tier="device",
         keep_attention=1,
-        attention_tier="device",
     )
 
 

@@ -24,7 +24,7 @@ import typer
 from ithaka.attention import score_blocks
 from ithaka.checks import rehearse
 from ithaka.config import parse_count
-from ithaka.layout import Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
@@ -51,17 +51,14 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
     device."""
     ulysses = 8 * nodes // ring
     heads = None if stages == 1 else max(ulysses, 32 // stages)
-    return make_layout(
-        1,
+    return Layout(
         cp=8 * nodes,
         ring=ring,
         heads_per_stage=heads,
         overlap=True,
         tile_tokens=8192,
         dtype=rehearse.rehearsal_dtype(),
-        input_tier="device",
         keep_attention=1,
-        attention_tier="device",
     )
 
 
@@ -70,8 +67,9 @@ def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) ->
     work = StepShape(context)
     shape = shape_from_config(config, "llama3-8b").keep_layers([0])
     plan = Plan(shape, layout, hardware, work)
-    seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], layout.kept[0])
-    measured = rehearse.rehearse(config, layout, layout.cp, context, steps=steps)
+    (policy,) = layout.layer_policies(1)
+    seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], policy)
+    measured = rehearse.rehearse(config, layout, layout.cp, context, steps=steps, layers=[0])
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ithaka.comm.mesh import end_process_group, free_memory, start_process_group
 from ithaka.config import parse_count
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.parallel import shape_from_model
 from ithaka.phases import listening, phase
@@ -189,10 +189,11 @@ def chunked_loss(model: Any, input_ids: Tensor, **inputs: Tensor) -> Tensor:
 
 
 def make_layout(case: dict[str, Any], num_layers: int) -> Layout:
-    kept = (ActivationPolicy(attention="device"),) * num_layers
-    name = str(dtype()).removeprefix("torch.")
     return Layout(
-        tile_tokens=case["tile"], kept=kept, dtype=name, compile=case["side"].endswith("compiled")
+        tile_tokens=case["tile"],
+        keep_attention=num_layers,
+        dtype=str(dtype()).removeprefix("torch."),
+        compile=case["side"].endswith("compiled"),
     )
 
 

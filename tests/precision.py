@@ -23,13 +23,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ithaka.blocks import experts
 from ithaka.comm.mesh import make_mesh
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import plain_loss, tiny_config, widen
 from threads import run_on_threads
 
 Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
+ALL_LAYERS = 99
 SEEDS = (0, 1, 2)
 # Limits on our error relative to autocast's, over the layers and seeds of one kind of parameter.
 MEDIAN = 1.15
@@ -224,10 +225,9 @@ def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
 def parallel_copy(
     model: PreTrainedModel, device: torch.device, cp: int, layout: Layout
 ) -> PreTrainedModel:
-    """Return the model on the ranks of a cp group; every layer gets the activation policy of the
-    layout's one layer."""
-    layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
-    return parallelize_model(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
+    """Return the model on the ranks of a cp group."""
+    mesh = make_mesh(cp, device)
+    return parallelize_model(copy.deepcopy(model), mesh=mesh, layout=replace(layout, cp=cp))
 
 
 def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout) -> Gradients:
@@ -439,9 +439,17 @@ def bf16_layout(
     checkpoint=True,
     **fields,
 ) -> Layout:
-    """Return the layout of one layer on one rank; `parallel_copy` extends it to a model."""
-    keeps = ActivationPolicy(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
-    return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
+    """Return a layout of one rank, in which all layers keep the same."""
+    return Layout(
+        heads_per_stage=heads_per_stage,
+        input_tier=keep_input,
+        keep_attention=0 if keep_attention is None else ALL_LAYERS,
+        attention_tier=keep_attention or "device",
+        keep_projections=ALL_LAYERS * projections,
+        keep_everything=0 if checkpoint else ALL_LAYERS,
+        dtype="bfloat16",
+        **fields,
+    )
 
 
 def print_table(

@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 
 from decoders import tiny_decoder
 from ithaka.comm.mesh import default_device, make_mesh
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 
 KERNEL_TESTS = (
@@ -179,12 +179,11 @@ def hash_family(family: str) -> dict[str, str]:
     """Return the hashes of a step's loss and of every gradient."""
     fill_uninitialized_memory()
     model = tiny_decoder(family, torch.float32, **SIZES | FAMILIES[family]).to(default_device())
-    num_layers = model.config.num_hidden_layers
     layout = Layout(
-        1,
-        2,
+        heads_per_stage=2,
         tile_tokens=128,
-        kept=(ActivationPolicy("host", "device"),) * num_layers,
+        input_tier="host",
+        keep_attention=model.config.num_hidden_layers,
         dtype="bfloat16",
         kernel="reference",
     )

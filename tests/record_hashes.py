@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import sys
 import warnings
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -34,7 +33,7 @@ from decoders import tiny_decoder
 from ithaka.cli import app
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, OptimConfig
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.model.optimizers import make_optimizer
 from ithaka.parallel import parallelize
@@ -45,10 +44,10 @@ from test_video import GRID, inputs_of, tiny
 from vlms import media_inputs, tiny_vlm
 
 GROUPS = {"cp1": (1, 1), "cp2": (2, 1), "cp4": (4, 1), "cp4 ring2": (4, 2)}
-TIERS = {
-    "device": ActivationPolicy("device", "device", True, True),
-    "host": ActivationPolicy("host", "host"),
-    "disk": ActivationPolicy("disk"),
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"keep_everything": 99},  # of all layers
+    "host": {"input_tier": "host", "keep_attention": 99, "attention_tier": "host"},
+    "disk": {"input_tier": "disk"},
 }
 LENGTHS = (23, 1, 24)  # packed documents
 PARENTS = (-1, 0, 0)  # of a forest: both other documents continue the first
@@ -113,7 +112,7 @@ OPTIONS = (
 def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
     """Return {"loss" or parameter name: hash of the loss or gradient} of one step."""
     cp, ring = GROUPS[group]
-    layout = Layout(cp, 4, tile_tokens=5, ring=ring, kept=(TIERS[tier],) * 2, dtype=dtype)
+    layout = Layout(cp, heads_per_stage=4, tile_tokens=5, ring=ring, dtype=dtype, **TIERS[tier])
     model = tiny_model(tiny_config(family, heads=8, kv_heads=2), torch.float32)
     if adapter:
         model = _with_adapter(model)
@@ -134,11 +133,10 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
     """The same for other decoders, experts, hybrids, forests, vision, video and a base in four
     bits."""
     cp, ring = GROUPS[group]
-    kept = (TIERS[tier],) * 3
     mesh = make_mesh(cp, ring=ring)
-    layout = Layout(cp, tile_tokens=5, ring=ring, kept=kept, dtype=dtype)
+    layout = Layout(cp, tile_tokens=5, ring=ring, dtype=dtype, **TIERS[tier])
     if name in ("wan", "ltx"):
-        model = parallelize(tiny(name).float(), mesh=mesh, layout=replace(layout, kept=kept[:2]))
+        model = parallelize(tiny(name).float(), mesh=mesh, layout=layout)
         inputs = {key: value.float() for key, value in inputs_of(name).items()}
         if name == "ltx":
             inputs |= dict(zip(("num_frames", "height", "width"), GRID, strict=True))
@@ -152,9 +150,8 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
                 else None
             )
             config = (build or tiny_decoder(model_type, **SIZES_WITH_NF4)).config.to_dict()
-            kept = (TIERS[tier],) * config["num_hidden_layers"]
             four_bits = AdapterConfig(rank=3, base="nf4")
-            model = build_model(config, mesh, replace(layout, kept=kept), adapter=four_bits, seed=3)
+            model = build_model(config, mesh, layout, adapter=four_bits, seed=3)
             _randomize(param for param in model.parameters() if param.requires_grad)
             inputs = {"input_ids": random_ids(1, 37)}
         elif "_vl" in name:
@@ -174,8 +171,7 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
         if not name.startswith("nf4"):
             if adapter:
                 model = _with_adapter(model)
-            kept = (TIERS[tier],) * model.config.get_text_config().num_hidden_layers
-            model = parallelize_model(model, mesh=mesh, layout=replace(layout, kept=kept))
+            model = parallelize_model(model, mesh=mesh, layout=layout)
         loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {
@@ -189,7 +185,7 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
 def hash_optimizer(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
     """Return the hash of each parameter after two steps: the second one depends on the moments."""
     cp, ring = GROUPS[group]
-    layout = Layout(cp, tile_tokens=5, ring=ring, kept=(TIERS[tier],) * 2, dtype=dtype)
+    layout = Layout(cp, tile_tokens=5, ring=ring, dtype=dtype, **TIERS[tier])
     model = tiny_model(tiny_config("llama", heads=8, **SIZES_WITH_NF4), torch.float32)
     model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
     optimizer = make_optimizer(model, OptimConfig(name=name.split()[1], lr=0.01))
@@ -210,8 +206,7 @@ def hash_dropout(name: str, group: str, tier: str, adapter: bool, dtype: str) ->
     else:
         model = tiny_decoder(family, torch.float32)
     model = _with_adapter(model, lora_dropout=0.3).train()
-    kept = (TIERS[tier],) * model.config.num_hidden_layers
-    layout = Layout(cp, tile_tokens=5, ring=ring, kept=kept, dtype=dtype)
+    layout = Layout(cp, tile_tokens=5, ring=ring, dtype=dtype, **TIERS[tier])
     model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
     model.ithaka_dropout.start_step(3, 5)
     ids = random_ids(1, sum(LENGTHS))

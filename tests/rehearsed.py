@@ -14,11 +14,12 @@ constants.
 import csv
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ithaka.config import parse_count
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
@@ -33,8 +34,14 @@ with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
 # then of backward. Like the rows, 512K is held out.
 LLAMA = find_shape("llama3-8b")
 STREAMED = Layout(
-    8, 8, 8192, (ActivationPolicy("host", "host"),) * 32, overlap=False
-)  # one query head per rank and stage
+    cp=8,
+    heads_per_stage=8,  # one query head per rank and stage
+    tile_tokens=8192,
+    input_tier="host",
+    keep_attention=32,
+    attention_tier="host",
+    overlap=False,
+)
 DIRECTIONS = ("forward", "backward")
 PARTS = {
     2**17: (0.0284, 0.0096, 0.0834, 0.0288),
@@ -56,19 +63,27 @@ def h200(count: int, kernel: str):
     return parse_gpus(f"{count}xH200").with_kernel(kernel)
 
 
+def layout_of(row: dict[str, str], **options: Any) -> Layout:
+    return Layout(
+        cp=int(row["cp"]),
+        heads_per_stage=int(row["heads_per_stage"]),
+        tile_tokens=int(row["tile_tokens"]),
+        input_tier=row["tier"],  # type: ignore[arg-type]
+        keep_attention=int(row["kept"]) * int(row["layers"]),
+        attention_tier=row["tier"],  # type: ignore[arg-type]
+        overlap=row["overlap"] == "1",
+        **options,
+    )
+
+
 def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
     """Return (peak GiB without the reserve, a layer's forward and backward seconds without
     exchanges)."""
-    layers = int(row["layers"])
-    cp = int(row["cp"])
-    shape = find_shape(row["model"])
+    shape = find_shape(row["model"]).keep_layers(range(int(row["layers"])))
     work = StepShape(parse_count(row["context"]) or 0)
-    shape = shape.keep_layers(range(layers))
-    keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
-    stage = int(row["heads_per_stage"])
-    tile = int(row["tile_tokens"])
-    layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")
-    hardware = h200(cp, row["kernel"])
+    layout = layout_of(row)
+    keeps = layout.layer_policies(shape.num_layers)[0]
+    hardware = h200(layout.cp, row["kernel"])
     ledger = build_ledger(shape, layout, hardware, work)
     parts = seconds.layer_seconds(shape, layout, hardware, work, shape.mixers[0], keeps)
     forward, backward = (part.total - part.exchange for part in parts)
@@ -111,7 +126,7 @@ def plan_parts(context: int) -> list[float]:
     attention's output."""
     hardware = h200(8, "cudnn")
     mixer = LLAMA.mixers[0]
-    keeps = STREAMED.kept[0]
+    keeps = STREAMED.layer_policies(LLAMA.num_layers)[0]
     forward, backward = seconds.layer_seconds(
         LLAMA, STREAMED, hardware, StepShape(context), mixer, keeps
     )
@@ -126,7 +141,7 @@ def plan_parts(context: int) -> list[float]:
 
 def step_errors() -> list[float]:
     """Return planned / measured - 1 of STEPS."""
-    layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 6)
+    layout = Layout(tile_tokens=16384, keep_attention=6)
     return [
         seconds.step_seconds(
             find_shape(model).keep_layers(range(6)), layout, h200(1, "fa4"), StepShape(k * 1024)

@@ -15,7 +15,7 @@ from decoders import tiny_decoder
 from faults import moved
 from general import add_lora, assert_equal, compare, mean_loss
 from ithaka.blocks.dropout import DropoutState, TokenDropout
-from ithaka.layout import EVERYTHING, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -78,7 +78,7 @@ CASES = {  # family (None: qwen3), rows, data-parallel ranks, layout
         None,
         1,
         1,
-        Layout(2, tile_tokens=5, heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+        Layout(2, tile_tokens=5, heads_per_stage=4, keep_everything=2),
     ),
     "uneven heads": (None, 1, 1, Layout(4, tile_tokens=3, overlap=False)),
     "ring": (None, 1, 1, Layout(4, ring=2, tile_tokens=5)),
@@ -89,7 +89,7 @@ CASES = {  # family (None: qwen3), rows, data-parallel ranks, layout
         "olmo3",
         1,
         1,
-        Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING)),
+        Layout(4, tile_tokens=4, keep_everything=99),  # of all layers
     ),
 }
 
@@ -114,10 +114,6 @@ def test_gradients_equal_those_of_peft_under_the_same_mask(case):
     plain = (
         tiny_model(tiny_config("qwen3", heads=heads)) if family is None else tiny_decoder(family)
     )
-    if family is not None:
-        layout = Layout(
-            **{**vars(layout), "kept": layout.kept and (EVERYTHING,) * len(plain.model.layers)}
-        )
     plain = add_lora(plain, target_modules=LINEARS, lora_dropout=P).train()
     ids = random_ids(rows * dp, 24)
     if dp > 1:  # sequences alternate between the data-parallel ranks; `compare` gives each a block

@@ -23,7 +23,9 @@ LLAMA = find_shape("llama3-8b")
 ADAPTED = LLAMA.with_adapter(AdapterConfig(16))
 H100 = parse_gpus("8xH100")
 KEEPS = ActivationPolicy("host", "host")
-LAYOUT = Layout(8, 8, 8192, (KEEPS,) * 32, overlap=False)
+LAYOUT = Layout(
+    8, 8, 8192, input_tier="host", keep_attention=32, attention_tier="host", overlap=False
+)
 D = 4096
 F = 14336
 KV = 1024

@@ -16,7 +16,7 @@ from general import add_lora
 from grids import diagonal
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.store import Store
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
@@ -93,12 +93,13 @@ LAYOUTS = {
     "kept": Layout(
         heads_per_stage=4,
         tile_tokens=4,
-        kept=(ActivationPolicy(attention="device"), ActivationPolicy("host", "host")),
+        input_tier="host",
+        keep_inputs=1,
+        keep_attention=2,
+        attention_tier="host",
     ),
-    "disk": Layout(
-        heads_per_stage=4, kept=(ActivationPolicy("disk", "disk"), ActivationPolicy("disk"))
-    ),
-    "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+    "disk": Layout(heads_per_stage=4, input_tier="disk", keep_attention=1, attention_tier="disk"),
+    "everything": Layout(heads_per_stage=4, keep_everything=2),
     "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
 CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
@@ -173,8 +174,8 @@ class MatmulShapes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kept, frozen", diagonal([ActivationPolicy(), EVERYTHING], [True, False]))
-def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
+@pytest.mark.parametrize("keep_everything, frozen", diagonal([0, 2], [True, False]))
+def test_gradients_of_frozen_weights_are_never_formed(keep_everything, frozen):
     """No matrix product has the shape of a frozen weight."""
     model = with_lora(tiny_config("qwen2", tie_word_embeddings=False), target_modules=ALL)
     weights = {
@@ -184,9 +185,8 @@ def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
         param.requires_grad_(not frozen)
     shapes = {tuple(param.shape) for param in weights.values()}
     ids = random_ids(1, 19)
-    loss = parallelize_model(model, layout=Layout(tile_tokens=7, kept=(kept, kept)))(
-        input_ids=ids, labels=ids
-    ).loss
+    layout = Layout(tile_tokens=7, keep_everything=keep_everything)
+    loss = parallelize_model(model, layout=layout)(input_ids=ids, labels=ids).loss
     with MatmulShapes() as products:
         loss.backward()
     assert products.shapes and shapes.isdisjoint(products.shapes) == frozen
@@ -201,7 +201,8 @@ def test_layers_below_the_first_adapter_keep_nothing_and_have_no_backward(tier, 
     model = with_lora(config, target_modules=["layers.1.mlp.up_proj"])
     for layer in model.get_base_model().model.layers:
         layer.register_forward_hook(lambda module, args, out: outputs.append(out.requires_grad))
-    parallel = parallelize_model(model, layout=Layout(kept=(ActivationPolicy(tier, tier),) * 3))
+    layout = Layout(input_tier=tier, keep_attention=3, attention_tier=tier)
+    parallel = parallelize_model(model, layout=layout)
     keep = Store.keep
     monkeypatch.setattr(
         Store,

@@ -14,7 +14,7 @@ import ithaka
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layer.sharded import sharded_attention
-from ithaka.layout import Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import plain_sum, random_ids
@@ -417,7 +417,7 @@ def test_a_wrapped_model_is_refused(wrap, name, context):
 
 
 def test_a_second_backward_and_a_call_after_it_are_refused():
-    model = parallel(make_layout(2, keep_everything=1))
+    model = parallel(Layout(keep_everything=1))
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     assert_refused(loss.backward, "backward", fix="call the model again", error=RuntimeError)

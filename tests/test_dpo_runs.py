@@ -22,7 +22,7 @@ from ithaka.config import parse_config
 from ithaka.data import pack
 from ithaka.data.documents.dialects import BadRecord
 from ithaka.data.documents.records import detect_format
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
@@ -364,7 +364,7 @@ def test_the_plan_includes_the_reference_model(folder):
         plans = []
         for loss in ("cross_entropy", "dpo"):
             config = parse_config({"model": model, "loss": {"type": loss}, "adapter": adapter})
-            layout = make_layout(2, cp=1, ring=1, tile_tokens=4096, dtype="bfloat16")
+            layout = Layout(tile_tokens=4096, dtype="bfloat16")
             plans.append(Plan(model_shape(config), layout, hardware, work_from_config(config)))
         plain, dpo = plans
         assert 1.2 < dpo.step_s / plain.step_s < 1.5

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ithaka.config import AdapterConfig
-from ithaka.layout import ActivationPolicy, Layout, make_layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
@@ -44,7 +44,7 @@ def test_active_parameters_count_the_experts_of_one_token():
 
 
 def test_gradients_are_added_to_the_sums_without_a_copy():
-    layout = make_layout(48, cp=8, tile_tokens=8192)
+    layout = Layout(cp=8, tile_tokens=8192)
     assert LayerBytes(QWEN, layout, TOKENS).weight_grads("backward mlp") == 4 * QWEN.mlp_parameters
 
 
@@ -54,18 +54,18 @@ def test_large_layers_are_not_gathered_ahead_without_overlap():
     weights = {}
     waits = {}
     for overlap in (True, False):
-        layout = make_layout(36, cp=8, tile_tokens=8192, overlap=overlap)
+        layout = Layout(cp=8, tile_tokens=8192, overlap=overlap)
         weights[overlap] = dict(gpu_phases(adapted, layout, H100, work))["backward, last layer"][
             "layer weights"
         ]
         waits[overlap] = layer_seconds(
-            adapted, layout, H100, work, adapted.mixers[0], layout.kept[0]
+            adapted, layout, H100, work, adapted.mixers[0], ActivationPolicy()
         )[1].exchange
     gathered = adapted.gathered_bytes(2)
     assert weights[True] - weights[False] == gathered > 6e9
     assert waits[False] - waits[True] == pytest.approx(gathered * 7 / 8 / H100.gpu.link_bytes_s)
     small = [
-        dict(gpu_phases(QWEN, make_layout(48, cp=8, overlap=overlap), H100, work))
+        dict(gpu_phases(QWEN, Layout(cp=8, overlap=overlap), H100, work))
         for overlap in (True, False)
     ]
     assert (
@@ -78,7 +78,7 @@ def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
     adapted = QWEN.with_adapter(
         AdapterConfig(16, targets=("experts.gate_up_proj", "experts.down_proj"))
     )
-    seconds = LayerSeconds(adapted, make_layout(48), H200, TOKENS).adapters(False)
+    seconds = LayerSeconds(adapted, Layout(), H200, TOKENS).adapters(False)
     inputs, outputs = ADAPTER_PASSES[0]
     widths = inputs * (2 * 768 + 2048) + outputs * (2048 + 768)  # stored as [E, outputs, inputs]
     assert seconds == pytest.approx(8 * 2 * TOKENS * widths / H200.gpu.memory_bytes_s)
@@ -103,9 +103,7 @@ def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
 )
 def test_planned_seconds_match_a_measured_step(model, tokens, seconds):
     """Measured with six layers on one H200 (LOG.md)."""
-    layout = Layout(
-        tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 6, dtype="bfloat16"
-    )
+    layout = Layout(tile_tokens=16384, keep_attention=6, dtype="bfloat16")
     plan = Plan(
         find_shape(model).keep_layers(range(6)), layout, H200.with_kernel("fa4"), StepShape(tokens)
     )
@@ -116,12 +114,12 @@ def test_experts_are_slower_with_few_rows_per_tile():
     """Compare with the seconds of gpt-oss-120b's grouped matmuls by tile, at 64K on one H200
     (LOG.md)."""
     for tile, milliseconds in ((1024, 2.15), (4096, 2.92), (16384, 5.47)):
-        seconds = LayerSeconds(OSS, make_layout(36, tile_tokens=tile), H200, 2**16)
+        seconds = LayerSeconds(OSS, Layout(tile_tokens=tile), H200, 2**16)
         assert seconds._experts() == pytest.approx(2**16 / tile * milliseconds / 1e3, rel=0.2), tile
 
 
 def test_every_stage_takes_time():
-    stages = {heads: make_layout(36, heads_per_stage=heads, tile_tokens=4096) for heads in (8, 64)}
+    stages = {heads: Layout(heads_per_stage=heads, tile_tokens=4096) for heads in (8, 64)}
     seconds = [
         LayerSeconds(OSS, layout, H200, 2**16).project(backward=False) for layout in stages.values()
     ]
@@ -158,7 +156,7 @@ def test_the_plan_prints_experts_and_the_time_of_flops():
 
 
 def test_frozen_weights_need_two_matmuls():
-    layout = make_layout(32, tile_tokens=8192)
+    layout = Layout(tile_tokens=8192)
     work = StepShape(TOKENS)
     full, frozen = (
         flop_seconds(find_shape("llama3-8b").with_adapter(adapter), layout, H200, work)

@@ -20,7 +20,7 @@ from ithaka.blocks.tiles import GradSum
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.roots import probe
 from ithaka.roots.recorder import Recorder, randomize
@@ -114,7 +114,7 @@ def test_experts_equal_those_of_transformers(family):
         ("gpt_oss", Layout(4, heads_per_stage=4, tile_tokens=5)),
         pytest.param("deepseek_v3", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
         pytest.param(
-            "glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7), marks=pytest.mark.slow
+            "glm4_moe", Layout(2, keep_everything=1, tile_tokens=7), marks=pytest.mark.slow
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_bf16_uses_the_grouped_kernel(family, monkeypatch):
         F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or grouped_mm(*args, **kwargs)
     )
     model = tiny_decoder(family, torch.float32, num_hidden_layers=1)
-    layout = Layout(tile_tokens=16, dtype="bfloat16", kept=(ActivationPolicy(attention="device"),))
+    layout = Layout(tile_tokens=16, dtype="bfloat16", keep_attention=1)
     model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
     ids = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(5))
     loss = model(input_ids=ids, labels=ids).loss
@@ -202,7 +202,7 @@ EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         pytest.param(
             "deepseek_v3",
             EXPERT_WEIGHTS[1:],
-            Layout(tile_tokens=9, kept=(EVERYTHING,)),
+            Layout(tile_tokens=9, keep_everything=1),
             marks=pytest.mark.slow,
         ),
         ("qwen3_moe", EXPERT_WEIGHTS, Layout(2, tile_tokens=5)),

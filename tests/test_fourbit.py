@@ -25,7 +25,7 @@ from ithaka.config import AdapterConfig
 from ithaka.evaluate.run import evaluate
 from ithaka.evaluate.sample import sample
 from ithaka.layer.store import Store
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.ops import fourbit
 from ithaka.ops.fourbit import (
@@ -140,10 +140,8 @@ def quantize_layers(model):
 LAYOUTS = {
     "default": Layout(),
     "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
-    "tiers": Layout(
-        tile_tokens=4, kept=(ActivationPolicy("disk"), ActivationPolicy("host", "host"))
-    ),
-    "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+    "tiers": Layout(tile_tokens=4, input_tier="disk", keep_attention=1, attention_tier="host"),
+    "everything": Layout(heads_per_stage=4, keep_everything=2),
     "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
 # several rows, and a partial one

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from grids import diagonal
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.roots.layer_kinds import describe_layer
 from models import tiny_config
 from parity import check, compare_with, plain_sum, random_ids
@@ -26,7 +26,7 @@ FROZEN = {
 def compare(frozen, cp, keep_everything):
     ids = random_ids(1, 13)
     config = tiny_config("llama", tie_word_embeddings=False)
-    layout = make_layout(2, heads_per_stage=cp, tile_tokens=3, keep_everything=keep_everything)
+    layout = Layout(heads_per_stage=cp, tile_tokens=3, keep_everything=keep_everything)
     return compare_with(
         lambda plain: plain_sum(plain, ids, ids) / 12,
         cp,

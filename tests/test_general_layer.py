@@ -23,7 +23,7 @@ from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
 from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
 from threads import run_on_threads
@@ -31,9 +31,8 @@ from threads import run_on_threads
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 PACKAGE = Path(ithaka.__file__).parent
-HOST = ActivationPolicy("host", "host")
-ATTENTION = ActivationPolicy("device", "device")
-PROJECTIONS = ActivationPolicy("device", "device", projections=True)
+ALL = 99  # layers
+HOST = {"input_tier": "host", "keep_attention": ALL, "attention_tier": "host"}
 DOCUMENTS = (7, 1, 9, 4)  # on 2 and 4 ranks they end in the middle of shards
 
 
@@ -79,10 +78,10 @@ CASES = {  # family, changes to its configuration, layout, inputs
     "softcap of scores and logits, everything kept": (
         "gemma2",
         {"num_hidden_layers": 2},
-        Layout(2, kept=(EVERYTHING,) * 2, **STAGES),
+        Layout(2, keep_everything=2, **STAGES),
         {},
     ),
-    "two rope bases, on the host": ("gemma3_text", {}, Layout(2, kept=(HOST,) * 2, **STAGES), {}),
+    "two rope bases, on the host": ("gemma3_text", {}, Layout(2, **HOST, **STAGES), {}),
     "two rope bases, documents in positions": (
         "gemma3_text",
         {},
@@ -92,13 +91,13 @@ CASES = {  # family, changes to its configuration, layout, inputs
     "narrow v, experts after a dense layer": (
         "deepseek_v3",
         {"num_hidden_layers": 2},
-        Layout(2, kept=(PROJECTIONS, EVERYTHING), **STAGES),
+        Layout(2, keep_projections=2, keep_everything=1, **STAGES),
         {},
     ),
     "partial rotary, padding": (
         "glm4",
         {"num_hidden_layers": 2},
-        Layout(1, kept=(ATTENTION, PROJECTIONS), tile_tokens=5),
+        Layout(keep_attention=2, keep_projections=1, tile_tokens=5),
         padding(),
     ),
     "a layer without rope": ("smollm3", {}, Layout(4, heads_per_stage=4, tile_tokens=4), {}),
@@ -220,7 +219,7 @@ ADAPTERS = {  # family, layout, PEFT's settings
     ),
     "everything kept": (
         "glm4",
-        Layout(2, kept=(EVERYTHING,) * 2, tile_tokens=5),
+        Layout(2, keep_everything=2, tile_tokens=5),
         {"target_modules": ["v_proj", "o_proj", "down_proj"], "use_rslora": True},
     ),
 }
@@ -256,25 +255,26 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(
-    "names,kept",
+    "names,keep_everything",
     [
-        (["all but attention", "sinks and norms"], ()),
+        (["all but attention", "sinks and norms"], 0),
         pytest.param(
             ["attention", "everything below the last layer"],
-            (EVERYTHING, EVERYTHING),
+            2,
             marks=pytest.mark.slow,
         ),
-        pytest.param(FROZEN, (), marks=pytest.mark.slow),
-        pytest.param(FROZEN, (EVERYTHING, EVERYTHING), marks=pytest.mark.slow),
+        pytest.param(FROZEN, 0, marks=pytest.mark.slow),
+        pytest.param(FROZEN, 2, marks=pytest.mark.slow),
     ],
     ids=["recomputed", "kept", "all recomputed", "all kept"],
 )
-def test_frozen_parameters_have_no_gradient(names, kept):
+def test_frozen_parameters_have_no_gradient(names, keep_everything):
     for frozen in map(FROZEN.get, names):
         plain = tiny_decoder("gpt_oss", num_hidden_layers=2)
         for name, param in plain.named_parameters():
             param.requires_grad_(not frozen(name))
-        assert_equal(compare(plain, Layout(1, tile_tokens=7, kept=kept), tokens=13))
+        layout = Layout(tile_tokens=7, keep_everything=keep_everything)
+        assert_equal(compare(plain, layout, tokens=13))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.slow)])
@@ -449,7 +449,11 @@ class TokenWise(nn.Module):
         return x + torch.tanh(self.linear(x)) * scale
 
 
-@pytest.mark.parametrize("policy", [ActivationPolicy(), EVERYTHING], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(
+    "policy",
+    [ActivationPolicy(), ActivationPolicy("device", "device", True, True)],
+    ids=["recomputed", "kept"],
+)
 def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
     layer = TokenWise()
     current = CurrentCall()
@@ -513,11 +517,14 @@ def test_every_family_and_layout(family, layout, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("policy", [HOST, ATTENTION, PROJECTIONS, EVERYTHING])
-def test_every_family_and_policy(family, policy):
+@pytest.mark.parametrize(
+    "keeps",
+    [HOST, {"keep_attention": ALL}, {"keep_projections": ALL}, {"keep_everything": ALL}],
+    ids=["host", "attention", "projections", "everything"],
+)
+def test_every_family_and_policy(family, keeps):
     plain = tiny_decoder(family)
-    kept = (policy,) * plain.config.num_hidden_layers
-    assert_equal(compare(plain, Layout(2, heads_per_stage=4, tile_tokens=5, kept=kept)))
+    assert_equal(compare(plain, Layout(2, heads_per_stage=4, tile_tokens=5, **keeps)))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from general import assert_equal, compare, fp64_tiles, gradient_errors
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
-from ithaka.layout import EVERYTHING, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from parity import random_ids, relative
 from refusals import assert_refused
@@ -70,7 +70,7 @@ def errors_of_rank(family: str, layout: Layout):
         pytest.param(
             "qwen2_moe",
             2,
-            Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11),
+            Layout(2, ring=2, keep_everything=2, tile_tokens=11),
             marks=pytest.mark.slow,
         ),
     ],

@@ -17,7 +17,7 @@ from general import assert_equal, compare, fp64_tiles
 from grids import diagonal
 from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
-from ithaka.layout import EVERYTHING, Layout
+from ithaka.layout import Layout
 from ithaka.mixers.attention_call import CapturingMask, _attend
 from ithaka.model.build import parallelize_model
 from models import CONSTRUCTING
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = random_ids(1, 24)
 LAYOUTS = {
     "recomputed": Layout(tile_tokens=7),
-    "kept": Layout(tile_tokens=7, kept=(EVERYTHING,) * 2),
+    "kept": Layout(tile_tokens=7, keep_everything=2),
 }
 REGISTER = {
     "forward hook": "register_forward_hook",

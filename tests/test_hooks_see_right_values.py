@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decoders import tiny_decoder
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer import schedule
-from ithaka.layout import Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -122,7 +122,7 @@ def test_hooks_on_layers_and_embeddings_get_plain_values_and_gradients(when, kee
     """Gradients stay valid after backward, although its buffers are reused by the next layer."""
     plain = make(num_hidden_layers=3)
     model = make(num_hidden_layers=3)
-    layout = make_layout(3, keep_everything=keep_everything)
+    layout = Layout(keep_everything=keep_everything)
     expected = HookRecorder(plain)
     if when == "before":
         recorded = HookRecorder(model)

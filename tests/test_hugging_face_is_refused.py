@@ -542,10 +542,15 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
         ("compile", 1, "True or False"),
         ("blocks", 128, "(1024, 1024)"),
         ("blocks", (1, 2, 3), "(1024, 1024)"),
+        ("input_tier", "cloud", "device, host or disk"),
+        ("attention_tier", None, "device, host or disk"),
+        ("keep_inputs", -1, "0 or more"),
+        ("keep_attention", "all", "0 or more"),
+        ("keep_projections", 1.0, "0 or more"),
+        ("keep_everything", True, "0 or more"),
     ):
         assert_refused(partial(Layout, **{name: value}), f"layout.{name}={value!r}", fix=fix)
     assert_refused(partial(Layout, blocks=(4, 0)), "layout.blocks=0", fix="1 or more")
-    assert_refused(partial(Layout, kept="host"), "layout.kept='host'", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, "cloud"), "input='cloud'", fix="device, host or disk")
     assert_refused(
         partial(ActivationPolicy, attention="cloud"),
@@ -554,7 +559,6 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     )
     assert_refused(partial(make_mesh, 3), "cp=3 does", "1 rank", fix="use 1,")
     assert_refused(partial(make_mesh, 1, "banana"), "device='banana'", fix="leave it out")
-    assert_refused(partial(Layout, kept=5), "layout.kept=5", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, mlp="x"), "mlp='x'", fix="True or False")
     for name in ("projections", "mlp"):
         needs = f"{name}=True of an ActivationPolicy needs a kept attention output"

@@ -2,7 +2,6 @@
 those of each document alone in transformers."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from ithaka.config import AdapterConfig, ConfigError, parse_config
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.mixers.scan_call import SsdTap
 from ithaka.model.build import parallelize_model
 from ithaka.ops import scan
@@ -29,8 +28,8 @@ from threads import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-HOST = ActivationPolicy("host", "host")
-PROJECTIONS = ActivationPolicy("device", "device", projections=True)
+ALL = 99  # layers
+HOST = {"input_tier": "host", "keep_attention": ALL, "attention_tier": "host"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +68,11 @@ CASES = {  # layout, inputs; each layer keeps the same, and each of four ranks h
     "ends around rank boundaries": (Layout(4, tile_tokens=4), documents(5, 7, 7, 5)),
     "ends within the convolution's reach": (Layout(4), documents(8, 2, 5, 9)),
     "one-token documents around a boundary, and one over three ranks": (
-        Layout(4, tile_tokens=5, kept=(HOST,)),
+        Layout(4, tile_tokens=5, **HOST),
         documents(4, 1, 1, 1, 15, 2),
     ),
-    "shares below the convolution's reach": (Layout(4, kept=(PROJECTIONS,)), documents(3, 4, 1)),
-    "a rank with padding only": (Layout(4, kept=(EVERYTHING,)), documents(5)),
+    "shares below the convolution's reach": (Layout(4, keep_projections=ALL), documents(3, 4, 1)),
+    "a rank with padding only": (Layout(4, keep_everything=ALL), documents(5)),
     "padding before and after rows": (Layout(2, tile_tokens=5), padding(4, 6)),
     "without overlap, everything recomputed": (
         Layout(2, tile_tokens=5, overlap=False),
@@ -94,7 +93,6 @@ def plain():
 
 def compare_case(plain, case):
     layout, inputs = CASES[case]
-    layout = replace(layout, kept=layout.kept[:1] * plain.config.num_hidden_layers)
     assert_equal(compare(plain, layout, **inputs))
 
 
@@ -193,9 +191,7 @@ def test_overlap_keeps_the_graphs_of_capture_passes(family, monkeypatch):
     )
 
     def count_passes_of_backward(overlap):
-        layout = Layout(
-            tile_tokens=6, kept=(ActivationPolicy("device", "device"),), overlap=overlap
-        )
+        layout = Layout(tile_tokens=6, keep_attention=1, overlap=overlap)
         plain = tiny_decoder(family, torch.float32, num_hidden_layers=1)
         model = parallelize_model(plain, mesh=make_mesh(1), layout=layout)
         loss = model(input_ids=random_ids(1, 12), labels=random_ids(1, 12)).loss

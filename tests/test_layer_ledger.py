@@ -30,7 +30,7 @@ from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
-from ithaka.layout import ActivationPolicy, Layout, make_layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.mixers.attention_call import ATTENTION
 from ithaka.phases import MemoryCategory
 from ithaka.plan.bytes import gpu_phases
@@ -75,7 +75,6 @@ class Case:
             self.cp,
             self.heads_per_stage,
             self.tile_tokens,
-            (self.keeps,),
             overlap=self.overlap,
             dtype=str(self.dtype).removeprefix("torch."),
             blocks=BLOCKS,
@@ -360,8 +359,7 @@ def test_layers_with_different_policies_peak_as_planned(overlap):
         "keep_everything": 1,
         "keep_inputs": 0 if overlap else 2,
     }
-    layout = make_layout(
-        4,
+    layout = Layout(
         cp=2,
         heads_per_stage=4,
         tile_tokens=64,

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from allocations import rehearsed_peaks
 from decoders import DECODERS, HYBRIDS, RECURRENT, SIZES, tiny_decoder
 from ithaka.facts.attention import AttentionKind
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
@@ -210,7 +210,7 @@ def test_measured_layers_peak_as_planned(family, overlap, stage, tokens, tile, c
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
     fixed = {"heads_per_stage": stage, "tile_tokens": tile, "overlap": overlap, "dtype": "float32"}
-    layout = make_layout(2, cp=2, **fixed, **counts)
+    layout = Layout(cp=2, **fixed, **counts)
     shape = measure_model(sizes, family)
     planned = {
         name: sum(holders.values())

@@ -9,7 +9,7 @@ import torch
 
 from grids import diagonal
 from ithaka.comm.mesh import make_mesh
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, plain_sum, random_ids, relative
@@ -18,7 +18,7 @@ TIERS = ("device", "host", "disk")
 
 
 def offloaded(tier: str) -> Layout:
-    return Layout(tile_tokens=4, kept=(ActivationPolicy(tier, tier),) * 2)
+    return Layout(tile_tokens=4, input_tier=tier, keep_attention=2, attention_tier=tier)
 
 
 def store_of(model):

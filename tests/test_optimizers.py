@@ -15,7 +15,7 @@ from faults import moved
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig, load_config
 from ithaka.config.sections import EntryConfig
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.model.optimizers import MuonAndAdamW, make_optimizer
 from ithaka.plan.bytes import gpu_phases, saved_bytes
 from ithaka.plan.hardware import parse_gpus
@@ -162,7 +162,7 @@ def wide_sharded_steps():
 def test_plans_count_the_state_and_never_offload_it():
     shape = find_shape("llama3-8b")
     hardware = parse_gpus("8xH100")
-    layout = make_layout(32, cp=8)
+    layout = Layout(cp=8)
     matrices = 32 * shape.measured.parameters
     expected = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
     expected["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)

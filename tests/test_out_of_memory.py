@@ -20,7 +20,7 @@ from ithaka.device_memory import DeviceMemory
 from ithaka.exits import ExitCode, ran_out_of_memory
 from ithaka.layer.slabs import SlabPool, StoreError
 from ithaka.layer.stages import StagedAttention
-from ithaka.layout import fixed_settings, make_layout
+from ithaka.layout import Layout, layout_values
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import Plan
@@ -197,8 +197,8 @@ def as_bytes(text):
 def llama(context, gpus="8xH100-80GB", **settings):
     shape = find_shape("llama3-8b")
     hardware = parse_gpus(gpus)
-    fixed = fixed_settings(settings, shape.num_layers, hardware.num_gpus)
-    return Plan(shape, make_layout(shape.num_layers, **fixed), hardware, StepShape(context))
+    layout = Layout(**layout_values(settings, shape.num_layers, hardware.num_gpus))
+    return Plan(shape, layout, hardware, StepShape(context))
 
 
 MEASURED = DeviceMemory(5 * GIB, 6 * GIB, 7 * GIB, 8 * GIB, 3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.comm.mesh import make_mesh
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
 from parity import check, relative, shard_errors
@@ -167,8 +167,10 @@ def test_stages_tiles_and_kept_attention_are_exact(
         cp,
         heads_per_stage,
         tile_tokens,
-        (ActivationPolicy(keep_input, keep_attention),) * 2,
-        overlap,
+        input_tier=keep_input,
+        keep_attention=0 if keep_attention is None else 2,
+        attention_tier=keep_attention or "device",
+        overlap=overlap,
     )
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
@@ -208,18 +210,19 @@ def layouts(draw) -> tuple:
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
     per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
-    more = [
-        EVERYTHING,
-        ActivationPolicy("host", "device", projections=True),
-        ActivationPolicy("device", "host", True, mlp=True),
-    ]
-    kept = tuple(
-        draw(st.sampled_from([*(ActivationPolicy(*tiers) for tiers in TIERS), *more]))
-        for _ in range(2)
-    )
-    tile_tokens = draw(st.none() | st.integers(1, 12))
+    tiers = st.sampled_from(["device", "host", "disk"])
+    counts = st.integers(0, 2)
     layout = Layout(
-        cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans())
+        cp,
+        heads_per_stage=None if per_rank is None else per_rank * cp,
+        tile_tokens=draw(st.none() | st.integers(1, 12)),
+        input_tier=draw(tiers),
+        keep_inputs=draw(counts),
+        keep_attention=draw(counts),
+        attention_tier=draw(tiers),
+        keep_projections=draw(counts),
+        keep_everything=draw(counts),
+        overlap=draw(st.booleans()),
     )
     family = draw(st.sampled_from(FAMILIES))
     rows = draw(st.integers(1, 3))
@@ -254,7 +257,10 @@ def test_layers_with_different_policies_are_exact(
         cp,
         heads_per_stage,
         tile_tokens=5,
-        kept=(ActivationPolicy("host", "device", True), EVERYTHING),
+        input_tier="host",
+        keep_inputs=1,
+        keep_projections=2,
+        keep_everything=1,
     )
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
@@ -280,9 +286,7 @@ def test_other_kinds_of_rope_are_exact(ranks, rope_type):
         **ROPES[rope_type],
     }
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
-    layout = Layout(
-        cp=2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2
-    )
+    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, keep_attention=2)
     check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
 
 
@@ -290,7 +294,5 @@ def test_other_kinds_of_rope_are_exact(ranks, rope_type):
     "family", [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])]
 )
 def test_mixtures_of_experts_are_exact(ranks, family):
-    layout = Layout(
-        2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING)
-    )
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, keep_attention=2, keep_everything=1)
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

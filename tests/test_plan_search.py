@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.layout import ActivationPolicy, Layout, fixed_settings, make_layout
+from ithaka.layout import Layout, layout_values
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS
@@ -139,9 +139,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = Plan(
-            shape, make_layout(shape.num_layers, **choices | fixed), machine, StepShape(context)
-        )
+        other = Plan(shape, Layout(**choices | fixed), machine, StepShape(context))
         if any(getattr(other.layout, name) != value for name, value in fixed.items()):
             continue  # layers that keep more keep their attention output too
         # The planner accepts a slightly slower plan that uses nearer memory.
@@ -156,10 +154,9 @@ def test_inputs_that_the_host_cannot_hold_stay_on_the_device():
     plan = choose(shape, machine, 2**19 + 2**18)
     layout = plan.layout
     assert plan.fits and layout.input_tier == "host" and layout.keep_inputs > 0
-    assert [policy.input for policy in layout.kept[: -layout.keep_inputs]] == ["host"] * (
-        28 - layout.keep_inputs
-    )
-    assert {policy.input for policy in layout.kept[-layout.keep_inputs :]} == {"device"}
+    inputs = [policy.input for policy in layout.layer_policies(shape.num_layers)]
+    stored = shape.num_layers - layout.keep_inputs
+    assert inputs == ["host"] * stored + ["device"] * layout.keep_inputs
     fewer = plan.with_changes(keep_inputs=layout.keep_inputs - 1)
     assert not fewer.ledger.fits_in("host") and fewer.ledger.gpu_peak < plan.ledger.gpu_peak
     assert plan.settings["memory.keep_inputs"] == layout.keep_inputs
@@ -191,16 +188,14 @@ def test_free_gpu_memory_is_used_to_keep_more_activations():
     assert full.keep_everything == 0 and full.keep_projections == shape.num_layers
 
 
-def test_the_last_layers_keep_most():
+def test_the_last_layers_keep_most(monkeypatch):
     """Their activations are freed before earlier layers recompute."""
-    layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
-    last, first = (
-        Plan(
-            find_shape("llama3-8b"), replace(layout, kept=kept), NODE, StepShape(2**15)
-        ).ledger.gpu_peak
-        for kept in (layout.kept, layout.kept[::-1])
-    )
-    assert last < first
+    layout = Layout(keep_attention=24, keep_everything=8, tile_tokens=2**14)
+    plan = Plan(find_shape("llama3-8b"), layout, NODE, StepShape(2**15))
+    last = plan.ledger.gpu_peak
+    policies = layout.layer_policies(32)
+    monkeypatch.setattr(Layout, "layer_policies", lambda self, num_layers: policies[::-1])
+    assert last < replace(plan).ledger.gpu_peak
 
 
 SLOW_MODELS = (
@@ -279,7 +274,7 @@ def test_explicit_settings_win():
         "memory.checkpoint": 31,
         "memory.offload_optimizer": True,
     }
-    plan = choose(shape, NODE, 2**17, fixed_settings(chosen, shape.num_layers, 8))
+    plan = choose(shape, NODE, 2**17, layout_values(chosen, shape.num_layers, 8))
     assert {name: plan.settings[name] for name in chosen} == chosen
 
 
@@ -292,8 +287,7 @@ def test_settings_are_parsed_as_in_the_configuration():
         "memory.tile_tokens": "all",
         "memory.keep_attention": "all",
     }
-    fixed = fixed_settings(words, 32, 8)
-    assert fixed == {
+    assert layout_values(words, 32, 8) == {
         "cp": 8,
         "heads_per_stage": None,
         "keep_everything": 0,
@@ -308,7 +302,6 @@ def test_settings_are_parsed_as_in_the_configuration():
     [
         ({"cp": 3}, "parallel.cp=3", "1, 2, 4 or 8"),
         ({"cp": 8, "heads_per_stage": 12}, "parallel.heads_per_stage=12", "8, 16"),
-        ({"keep_attention": 33}, "memory.keep_attention=33", "all"),
     ],
 )
 def test_impossible_settings_are_refused(fixed, named, fix):
@@ -323,10 +316,10 @@ def test_a_plan_that_does_not_fit_names_the_limiting_tier():
 def test_keeping_attention_costs_bytes_and_saves_seconds():
     shape = find_shape("llama3-8b")
     work = StepShape(2**20)
-    kept = build_ledger(
-        shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work
-    )
-    none = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host"),) * 32), NODE, work)
+    layout = Layout(8, 8, 8192, input_tier="host")
+    none = build_ledger(shape, layout, NODE, work)
+    layout = replace(layout, keep_attention=32, attention_tier="host")
+    kept = build_ledger(shape, layout, NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
 
 
@@ -374,7 +367,7 @@ def test_five_nodes_do_not_make_rings_of_five_gpus():
     assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
     straddling = Plan(
         plan.shape,
-        plan.layout.with_changes(cp=5, ring=5, heads_per_stage=None),
+        replace(plan.layout, cp=5, ring=5, heads_per_stage=None),
         plan.hardware,
         plan.work,
     )

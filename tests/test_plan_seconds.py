@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ithaka.config import AdapterConfig
-from ithaka.layout import ActivationPolicy, make_layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
 from ithaka.plan.hardware import FIGURES, Gpu, Hardware
 from ithaka.plan.models import find_config
@@ -46,9 +46,8 @@ def machine(nodes=1, gpus=8, **rates):
 
 
 def layout_of(cp=8, **words):
-    return make_layout(
-        LAYERS, **{"cp": cp, "heads_per_stage": 32, "tile_tokens": 8192, "overlap": False} | words
-    )
+    defaults = {"heads_per_stage": 32, "tile_tokens": 8192, "overlap": False}
+    return Layout(cp, **defaults | words)
 
 
 def layer(hardware, layout, keeps, shape=LLAMA, work=None):
@@ -407,7 +406,6 @@ def test_seconds_of_the_loss():
     and one reduction."""
     s = S // 8
     layout = layout_of()
-    layout = replace(layout, kept=layout.kept[:1])
     alone = LLAMA.keep_layers(range(1))
 
     def loss(hardware, work=None, shape=alone):
@@ -461,7 +459,7 @@ def test_a_step_is_the_sum_of_its_layers_the_loss_and_one_update():
     one, four = (step_seconds(LLAMA, layout, hardware, StepShape(S, accumulate=n)) for n in (1, 4))
     assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
     half = LLAMA.keep_layers(range(16))
-    less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, StepShape(S))
+    less = step_seconds(half, layout, hardware, StepShape(S))
     parts = sum(part.total for part in layer(hardware, layout, ActivationPolicy("host")))
     assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)
     forward = step_seconds(LLAMA, layout, hardware, StepShape(S, trains=False))

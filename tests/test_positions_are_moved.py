@@ -19,7 +19,7 @@ from ithaka.checks import verify
 from ithaka.cli import app
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, RopeConfig, parse_config, to_dict
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.train.journal import describe_run
 from ithaka.train.prepare import prepare
@@ -80,7 +80,7 @@ def errors_of(folder):
         2,
         heads_per_stage=2,
         tile_tokens=5,
-        kept=(ActivationPolicy(attention="device"),),
+        keep_attention=1,
         dtype="float64",
     )
     for rope, parameters in TYPES:

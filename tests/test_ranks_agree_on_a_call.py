@@ -15,7 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.exits import exit_code_for
 from ithaka.facts.attention import AttentionKind
 from ithaka.inputs import calls
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.roots.decoder import Decoder
 from models import tiny_config
 from parity import parallel, random_ids
@@ -80,12 +80,7 @@ def test_an_error_on_every_rank_names_no_rank(ranks):
 def step_before_backward():
     """Step the optimizer before backward, with sharded parameters and layer inputs on the host;
     return the messages."""
-    model, _ = parallel(
-        2,
-        layout=Layout(
-            2, heads_per_stage=2, tile_tokens=3, kept=(ActivationPolicy(input="host"),) * 2
-        ),
-    )
+    model, _ = parallel(2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, input_tier="host"))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     messages = []
     for early in (False, True, False):

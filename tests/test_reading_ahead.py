@@ -9,14 +9,14 @@ import pytest
 from grids import diagonal
 from ithaka.layer import store as store_module
 from ithaka.layer.schedule import LayerSchedule
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 
 LAYERS = 4
 X_BYTES = 24 * 32 * 8
 LAYER_BYTES = 2 * X_BYTES + 24 * 4 * 8  # x, attention's output, 4 heads' lse
-LAYOUT = Layout(tile_tokens=5, kept=(ActivationPolicy("disk", "disk"),) * LAYERS)
+LAYOUT = Layout(tile_tokens=5, input_tier="disk", keep_attention=LAYERS, attention_tier="disk")
 
 
 def config():
@@ -101,9 +101,7 @@ def small_pool(cp, ids, host_bytes, layout):
 
 
 def used_over_steps(tier):
-    model, _ = parallel(
-        2, config(), Layout(tile_tokens=5, kept=(ActivationPolicy(tier, tier),) * LAYERS)
-    )
+    model, _ = parallel(2, config(), replace(LAYOUT, input_tier=tier, attention_tier=tier))
     store = model.model.layers[0].forward.store
     used = []
     for _ in range(4):

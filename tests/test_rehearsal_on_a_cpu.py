@@ -3,6 +3,7 @@ not fit."""
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from ithaka.checks import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import ConfigError
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.model.truncate import (
     choose_layers,
     find_representative_layers,
@@ -245,7 +246,7 @@ def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
     few = rehearsal.truncate_plan(plan, find_config("llama3-8b"), 2, False)
     mixer = few.shape.mixers[0]
-    policy = few.layout.kept[0]
+    policy = few.layout.layer_policies(2)[0]
     forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, policy)
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
@@ -263,8 +264,9 @@ def test_real_exchanges_are_compared_and_divided_by_layers():
     """On one rank of many, exchanges are local copies: their planned seconds are left out."""
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
     few = rehearsal.truncate_plan(plan, find_config("llama3-8b"), 2, False)
+    (policy, _) = few.layout.layer_policies(2)
     forward, _ = layer_seconds(
-        few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], few.layout.kept[0]
+        few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], policy
     )
     result = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 0.0]] * 2, 7.0)
     alone, together = (
@@ -302,7 +304,7 @@ def test_bytes_of_a_node_are_shared_by_its_ranks():
     plan = plan_of("llama3.1-8b", "8xH200").with_changes(input_tier="host")
     few = rehearsal.truncate_plan(plan, find_config("llama3.1-8b"), 2, False)
     sizes = few.work.local_tokens(few.layout.cp), few.shape.hidden
-    num_bytes = sum(few.layout.stored_input_bytes(policy, *sizes) for policy in few.layout.kept)
+    num_bytes = 2 * few.layout.stored_input_bytes(few.layout.layer_policies(2)[0], *sizes)
     result = rehearsal.RehearsalResult(1, 1, 1, "", num_bytes, 0, [[1.0, 2.0]] * 2, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, result)}
     host = rows["host, including disk staging"]
@@ -335,7 +337,7 @@ KINDS = {
 
 def plan_of(name: str, gpus: str = "1xH200"):
     shape = find_shape(name)
-    return Plan(shape, make_layout(shape.num_layers), parse_gpus(gpus), StepShape(2**17))
+    return Plan(shape, Layout(), parse_gpus(gpus), StepShape(2**17))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -359,16 +361,17 @@ def test_more_layers_are_those_of_the_most_frequent_kinds():
     )
 
 
-def test_policies_are_those_of_evenly_spaced_layers_of_each_kind():
-    # the last layers
+def test_as_many_layers_keep_more_as_of_evenly_spaced_ones_of_each_kind():
     plan = plan_of("gemma-3-27b").with_changes(keep_attention=31, keep_everything=16)
-    kept = rehearsal.truncate_plan(plan, find_config("gemma-3-27b"), 5, False).layout.kept
+    layout = rehearsal.truncate_plan(plan, find_config("gemma-3-27b"), 5, False).layout
     windowed, full = (
         [i for i, w in enumerate(plan.shape.windows) if bool(w) == is_windowed]
         for is_windowed in (1, 0)
     )
     expected = [windowed[n] for n in (6, 19, 32, 45)] + [full[5]]
-    assert kept == tuple(plan.layout.kept[i] for i in expected) and len(set(kept)) == 3
+    policies = [plan.layout.layer_policies(62)[i] for i in expected]
+    assert len(set(policies)) == 3
+    assert Counter(layout.layer_policies(5)) == Counter(policies)
 
 
 def test_a_step_is_extrapolated_by_kind(monkeypatch):
@@ -386,7 +389,7 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
         ("full attention (10", full, (10.0, 40.0)),
     ):
         planned = layer_seconds(
-            few.shape, few.layout, few.hardware, few.work, mixer, few.layout.kept[0]
+            few.shape, few.layout, few.hardware, few.work, mixer, few.layout.layer_policies(1)[0]
         )
         for i, direction in enumerate(("forward", "backward")):
             row = rows[f"layer {direction}, {kind} of 62 layers)"]

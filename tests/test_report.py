@@ -15,7 +15,7 @@ from ithaka.cli import app
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
 from ithaka.evaluate.compare import render_results
-from ithaka.layout import make_layout
+from ithaka.layout import Layout
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
@@ -60,16 +60,16 @@ def test_a_finished_run_has_a_complete_report(run_dir):
 
 
 def test_the_report_has_the_planned_speed_of_a_gpu():
-    """Over all ranks, with the update once per step."""
-    plan = Plan(
-        find_shape("llama3-8b"), make_layout(32, cp=4), parse_gpus("8xH100"), StepShape(2**16)
-    )
+    """Over all ranks, with the update once per step. The layout has what each layer keeps."""
+    layout = Layout(cp=4, keep_everything=8)
+    plan = Plan(find_shape("llama3-8b"), layout, parse_gpus("8xH100"), StepShape(2**16))
     once, twice = (describe_plan(plan, accumulate) for accumulate in (1, 2))
     assert (
         once["tokens_per_s"] == pytest.approx(2 * 2**16 / plan.step_s)
         and once["tokens_per_s"] < twice["tokens_per_s"]
     )
     assert sum(once["peak_bytes"].values()) == plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
+    assert [layer["mlp"] for layer in once["layout"]["kept"]] == [False] * 24 + [True] * 8
 
 
 def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from ithaka.facts import sizes as facts_sizes
 from ithaka.facts.heads import head_table
 from ithaka.inputs.shard import pack_batch
 from ithaka.layer.sharded import sharded_attention
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
+from ithaka.layout import Layout, check_parallelism, layout_from_config
 from ithaka.model.build import parallelize_model
 from ithaka.sharding import tokens as ring_plan
 from ithaka.sharding.tokens import contiguous_sharding, shard_tokens
@@ -33,14 +33,14 @@ from threads import run_on_threads
 
 GRID = [(1, 2), (2, 2), (4, 2), (2, 4), (1, 8), (3, 2)]  # ulysses, ring
 SLOW_PAIRS = [(1, 2), (2, 2), (4, 2), (1, 8), (3, 2)]
-KEPT = (ActivationPolicy("host", "host"), ActivationPolicy())
+KEPT = {"input_tier": "host", "keep_inputs": 1, "keep_attention": 1, "attention_tier": "host"}
 # Family, query and kv heads (more than, as many as and fewer than Ulysses ranks), tokens, changes
 # to the layout. Some lengths need padding.
 CASES = [
     ("llama", 4, 4, 37, {}),
-    ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, "kept": KEPT}),
-    ("qwen2", 7, 1, 41, {"heads_per_stage": 1, "overlap": False, "kept": KEPT}),
-    ("qwen3", 6, 3, 64, {"kept": (ActivationPolicy(), EVERYTHING), "heads_per_stage": 1}),
+    ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, **KEPT}),
+    ("qwen2", 7, 1, 41, {"heads_per_stage": 1, "overlap": False, **KEPT}),
+    ("qwen3", 6, 3, 64, {"keep_everything": 1, "heads_per_stage": 1}),
 ]
 
 
@@ -361,9 +361,9 @@ def test_a_configuration_determines_the_ring():
         ),
     ):
         with pytest.raises(ConfigError) as error:
-            check_fixed(fixed, 4, 2, 8)
+            check_parallelism(8, 4, **fixed)
         assert all(fragment in str(error.value) for fragment in fragments)
-    check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
+    check_parallelism(8, 4, cp=8, ring=2, heads_per_stage=4)
     # the fewest
     assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ithaka.comm.mesh import make_mesh
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import EXPERTS, tiny_config, tiny_model
 
@@ -31,7 +31,7 @@ def test_no_expert_changes_in_backward(family, heads_per_stage):
         1,
         heads_per_stage,
         tile_tokens=24,
-        kept=(ActivationPolicy(attention="device"),) * 2,
+        keep_attention=2,
         dtype="bfloat16",
     )
     model = parallelize_model(model, mesh=make_mesh(1), layout=layout)

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from ithaka.comm.mesh import make_mesh
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from runs import bitwise_metrics, copy_run_at_step, run, tiny_run
 
-# Maps a tier to whether projections and MLP are kept.
-TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}
+# Maps a tier to what both layers keep besides their attention output.
+TIERS = {"device": {}, "host": {"keep_projections": 2}, "disk": {"keep_everything": 2}}
 
 
 def bits_of_a_step(cp, **options):
     """Return the loss and all gradients. Checks that a step on other tokens, which fills the pool,
     changes none."""
-    layout = Layout(cp, tile_tokens=5, kept=(options.pop("keeps"),) * 2, **options)
+    layout = Layout(cp, tile_tokens=5, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
     model = parallelize_model(model, mesh=make_mesh(cp), layout=layout)
     first = random_ids(1, 18)
@@ -41,8 +41,9 @@ def compare_variants(cp, heads_per_stage, kept, every):
     wrong = []
     for overlap in (True, False):
         for tier, more in TIERS.items() if overlap or every else [("disk", TIERS["disk"])]:
-            policy = ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)
-            options = {"overlap": overlap, "keeps": policy}
+            options = {"overlap": overlap, "input_tier": tier}
+            if kept:
+                options |= {"keep_attention": 2, "attention_tier": tier, **more}
             bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **options)
             first = first or bits
             wrong += [(options, name) for name in first if (first[name] != bits[name]).any()]

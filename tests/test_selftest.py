@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ithaka
 from ithaka.checks import bench, doctor, failures, rehearse, selftest, verify
 from ithaka.layer import slabs
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.plan.hardware import (
     FIGURES,
     GPUS,
@@ -575,7 +575,7 @@ def rehearse_on_real_ranks(config: dict) -> tuple[rehearse.RehearsalResult, int]
             "all_to_all_single",
             lambda *args, **how: sent.append(how) or exchange(*args, **how),
         )
-        layout = Layout(2, kept=(ActivationPolicy(),) * 2, dtype="float32")
+        layout = Layout(2, dtype="float32")
         return rehearse.rehearse(config, layout, 2, 64), len(sent)
 
 

@@ -24,7 +24,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, OptimConfig
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.layer import store as stores
-from ithaka.layout import ActivationPolicy, Layout, make_layout
+from ithaka.layout import Layout
 from ithaka.mixers import softmax
 from ithaka.model.build import build_model
 from ithaka.model.optimizers import make_optimizer
@@ -59,7 +59,9 @@ TILE = 64
 TOKENS = 2 * TILE * CP
 HIDDEN = 32
 X = TOKENS // CP * HIDDEN * 2
-KEEPS = ActivationPolicy("device", "device")
+ALL = 99  # layers
+KEEPS = {"keep_attention": ALL}
+ON_HOST = {"input_tier": "host", "keep_attention": ALL, "attention_tier": "host"}
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +78,8 @@ def tiny_config(family="llama", num_layers=2, **changes):
     return sizes
 
 
-def tiny_request(family="llama", num_layers=2, policy=KEEPS, config=None, **options):
-    layout = Layout(CP, None, TILE, (policy,) * num_layers, dtype="bfloat16", kernel="cpu")
+def tiny_request(family="llama", num_layers=2, keeps=KEEPS, config=None, **options):
+    layout = Layout(CP, tile_tokens=TILE, dtype="bfloat16", kernel="cpu", **keeps)
     return TraceRequest(
         json.dumps(config or tiny_config(family, num_layers)), layout, CP, **options
     )
@@ -98,19 +100,17 @@ def trace_on_cpu(request, tokens):
 
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize(
-    "family, policy",
+    "family, keeps",
     [
         ("llama", KEEPS),
-        pytest.param(
-            "gemma3_text", ActivationPolicy("device", "device", True, True), marks=pytest.mark.slow
-        ),
+        pytest.param("gemma3_text", {"keep_everything": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", KEEPS, marks=pytest.mark.slow),
     ],
 )
-def test_a_trace_has_the_bytes_that_are_live_on_a_cpu(family, policy):
+def test_a_trace_has_the_bytes_that_are_live_on_a_cpu(family, keeps):
     """At the borders of all segments, in bf16, with autocast. Within a segment, a GPU's fused
     kernels allocate less."""
-    request = tiny_request(family, policy=policy)
+    request = tiny_request(family, keeps=keeps)
     tokens = 2 * 16 * CP
     request = replace(request, layout=replace(request.layout, tile_tokens=16))
     for real, traced in zip(
@@ -182,10 +182,9 @@ def test_an_extra_exchange_in_the_schedule_is_counted(usual, monkeypatch):
 def test_estimated_exchanges_are_those_of_a_trace(usual):
     """With overlap in stages, and where attention is recomputed, too."""
     assert plan_from(usual).shape.corrections.popitem()[1].sent == pytest.approx(1, rel=0.01)
-    request = tiny_request(policy=ActivationPolicy("host"))
-    layout = {"heads_per_stage": CP, "overlap": False}
-    request = replace(request, layout=replace(request.layout, **layout))
-    plan = tiny_plan(tiny_config(), kept=request.layout.kept, **layout)
+    keeps = {"input_tier": "host", "heads_per_stage": CP, "overlap": False}
+    request = tiny_request(keeps=keeps)
+    plan = tiny_plan(tiny_config(), keep_attention=0, **keeps)
     recomputed = correct(plan, Peaks.from_trace(trace_model(request, TOKENS)))
     assert recomputed.shape.corrections.popitem()[1].sent == pytest.approx(1, rel=0.01)
 
@@ -257,7 +256,7 @@ def test_matmuls_that_add_have_the_shapes_of_a_cpu(bias):
 
 
 def test_copies_to_the_host_are_counted():
-    trace = trace_model(tiny_request(policy=ActivationPolicy("host", "host")), TOKENS)
+    trace = trace_model(tiny_request(keeps=ON_HOST), TOKENS)
     kept = trace.find("loss forward").host[0]
     copied = 0
     for segment in trace.segments[:3]:
@@ -271,8 +270,8 @@ def test_disks_and_rings_are_traced():
     """A disk needs as much device memory as the host; a ring also sends k and v, among its
     members."""
     host, disk = (
-        trace_model(tiny_request(policy=ActivationPolicy(tier, tier)), TOKENS)
-        for tier in ("host", "disk")
+        trace_model(tiny_request(keeps=ON_HOST | tiers), TOKENS)
+        for tiers in ({}, {"input_tier": "disk", "attention_tier": "disk"})
     )
     assert disk.peak_bytes == host.peak_bytes and 0 < disk.host_bytes <= host.host_bytes
     request = tiny_request()
@@ -327,16 +326,11 @@ def test_a_long_sequence_needs_what_two_short_ones_predict(family):
 @pytest.mark.slow
 def test_a_trace_of_few_layers_is_that_of_all():
     """Layers with several policies: the peaks of all segments are those of the full model."""
-    policies = [ActivationPolicy("host", "host")] * 3 + [KEEPS] * 4
+    full = tiny_request(num_layers=7, keeps={**ON_HOST, "keep_inputs": 4, "keep_attention": 4})
+    policies = full.layout.layer_policies(7)
     layers, representatives = choose_neighbors(policies)
-    assert len(layers) == 6 and [policies[layers[i]] for i in representatives] == policies
-    full, few = (
-        replace(
-            tiny_request(num_layers=len(chosen)),
-            layout=replace(tiny_request().layout, kept=tuple(chosen)),
-        )
-        for chosen in (policies, [policies[i] for i in layers])
-    )
+    assert len(layers) == 6 and [policies[layers[i]] for i in representatives] == [*policies]
+    few = replace(tiny_request(num_layers=6), layout=full.layout.of_layers(layers, 7))
     expected = trace_model(full, TOKENS // 2)
     unrolled = trace_model(few, TOKENS // 2).unroll(representatives)
     for a, b in zip(unrolled.segments, expected.segments, strict=True):
@@ -356,7 +350,7 @@ def test_what_first_layers_free_and_a_first_pass_are_not_repeated(case):
         options = {}
     request = tiny_request(num_layers=8, config=config, **options)
     truncated, representatives = truncate_request(request)
-    assert len(truncated.layout.kept) < 8
+    assert len(set(representatives)) < 8
     expected = trace_model(request, TOKENS)
     unrolled = trace_model(truncated, TOKENS).unroll(representatives)
     for a, b in zip(unrolled.segments, expected.segments, strict=True):
@@ -365,9 +359,9 @@ def test_what_first_layers_free_and_a_first_pass_are_not_repeated(case):
 
 def test_layers_of_two_kinds_keep_what_each_keeps():
     """Estimates once counted every layer as the kind that keeps the most."""
-    keeps_all = ActivationPolicy("device", "device", True, True)
+    keeps_all = {"keep_everything": 4}
     config = tiny_config("qwen3_5_text", num_layers=4)
-    plan = tiny_plan(config, kept=(keeps_all,) * 4, dtype="bfloat16")
+    plan = tiny_plan(config, dtype="bfloat16", **keeps_all)
     assert len(plan.shape.kinds_of_sizes) == 2
     phases = dict(gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work))
     start = (
@@ -473,7 +467,7 @@ def test_an_exact_estimate_is_traced_once():
 def test_a_plan_has_the_host_bytes_of_its_trace():
     plan = Plan(
         find_shape("llama3.2-3b"),
-        make_layout(28, cp=2, input_tier="host"),
+        Layout(cp=2, input_tier="host"),
         parse_gpus("2xH100"),
         StepShape(2**18),
     )
@@ -557,7 +551,7 @@ def test_a_trace_is_cached_for_one_plan_and_version(cache_folder, monkeypatch):
 
 def tiny_plan(config, context=TOKENS, **changes):
     shape = shape_from_config(config)
-    layout = replace(Layout(CP, None, TILE, (KEEPS,) * shape.num_layers), **changes)
+    layout = Layout(CP, tile_tokens=TILE, **KEEPS | changes)
     return Plan(shape, layout, parse_gpus(f"{CP}xH100"), StepShape(context))
 
 
@@ -566,7 +560,7 @@ def test_a_plan_is_traced_at_full_depth():
     request, representatives = truncate_request(
         TraceRequest.from_plan(plan, tiny_config(num_layers=9))
     )
-    assert len(request.layout.kept) == 4 and request.layout.kernel == "fa4"
+    assert request.layout.keep_attention == 4 and request.layout.kernel == "fa4"
     assert representatives == [0, *[1] * 7, 3]
     trace = trace_plan(plan, tiny_config(num_layers=9))
     assert (

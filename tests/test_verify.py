@@ -361,7 +361,7 @@ def test_the_layout_comes_from_the_configuration():
     )
     assert layout.kernel == "auto", "a GPU's kernels have no float64"
     assert (layout.cp, layout.ring, layout.heads_per_stage, layout.tile_tokens) == (2, 2, 4, 16)
-    assert layout.kept == (ActivationPolicy("disk", "disk"),) * 2
+    assert layout.layer_policies(2) == (ActivationPolicy("disk", "disk"),) * 2
 
 
 def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):

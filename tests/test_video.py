@@ -23,7 +23,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.facts.families import count_patches
 from ithaka.layer.store import Store
-from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
@@ -39,8 +39,7 @@ from threads import run_on_threads
 
 diffusers = pytest.importorskip("diffusers")
 
-HOST = ActivationPolicy("host", "host")
-ATTENTION = ActivationPolicy("device", "device")
+HOST = {"input_tier": "host", "keep_attention": 2, "attention_tier": "host"}
 WAN = {
     "num_attention_heads": 4,
     "attention_head_dim": 12,
@@ -173,7 +172,7 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
         "wan",
         {},
         "wan",
-        Layout(4, ring=2, kept=(HOST,) * 2, tile_tokens=5),
+        Layout(4, ring=2, tile_tokens=5, **HOST),
         ALL,
         {},
     ),
@@ -190,13 +189,13 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
         "wan",
         {"image_dim": 6, "added_kv_proj_dim": 48},
         "image",
-        Layout(2, kept=(ATTENTION, EVERYTHING), tile_tokens=5),
+        Layout(2, keep_attention=2, keep_everything=1, tile_tokens=5),
         ("encoder_hidden_states_image", "encoder_hidden_states"),
         {},
     ),
-    "LTX on one rank": ("ltx", {}, "ltx", Layout(kept=(EVERYTHING,) * 2), ALL, SIZES),
+    "LTX on one rank": ("ltx", {}, "ltx", Layout(keep_everything=2), ALL, SIZES),
     "LTX in stages and tiles": ("ltx", {}, "ltx", Layout(2, **TILES), ALL, SCALED),
-    "LTX on four ranks": ("ltx", {}, "ltx", Layout(4, kept=(HOST, ATTENTION)), ALL, SCALED),
+    "LTX on four ranks": ("ltx", {}, "ltx", Layout(4, keep_inputs=1, **HOST), ALL, SCALED),
 }
 
 
@@ -450,7 +449,7 @@ def test_a_model_with_an_adapter_has_a_shape():
 @pytest.mark.slow
 def test_a_rehearsal_runs_a_step():
     config = {"_class_name": "WanTransformer3DModel", "patch_size": (1, 2, 2), **WAN}
-    layout = Layout(2, tile_tokens=16, kept=(ATTENTION,) * 2, dtype="float32")
+    layout = Layout(2, tile_tokens=16, keep_attention=2, dtype="float32")
     result = rehearse(config, layout, ranks=2, context=64)
     assert result.x_bytes == 32 * 48 * 4
     assert result.forward_s > 0 and result.backward_s > 0 and result.layer_bytes > 0

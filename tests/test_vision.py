@@ -30,7 +30,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.hf.trainers import long_context
 from ithaka.layer.store import Store
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.ops import fourbit
 from ithaka.parallel import shape_from_model
@@ -496,7 +496,7 @@ def test_rehearse_runs_the_encoder(monkeypatch):
         lambda *a: patches.append(int(a[2].prod(1).sum())) or plain(*a),
     )
     config = vlm_config("qwen3_vl").to_dict()
-    result = rehearse(config, Layout(2, kept=(ActivationPolicy(),) * 2), 2, 1024, steps=1)
+    result = rehearse(config, Layout(2), 2, 1024, steps=1)
     assert max(patches) == 2 * 1024  # half of four frames
     assert result.x_bytes == 512 * 32 * 2 and result.forward_s > 0
 

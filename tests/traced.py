@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import rehearsed
 from ithaka.config import parse_count
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.model.build import keep_layers
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import GIB, parse_gpus
@@ -27,21 +28,22 @@ from ithaka.run.trace_plan import trace_model, trace_plan
 
 MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
 LOCAL_TOKENS = 2**16
-# policy, fraction of the heads per stage, tile, overlap
-LAYOUTS = (
-    (ActivationPolicy("device", "device"), 1, 8192, True),
-    (ActivationPolicy("host", "host"), 4, 8192, False),
-    (ActivationPolicy("host", None), 4, 16384, True),
-    (ActivationPolicy("device", "device", True, True), 1, 16384, True),
+# what all layers keep, fraction of the heads per stage, tile, overlap
+LAYOUTS: tuple[tuple[dict[str, Any], int, int, bool], ...] = (
+    ({"keep_attention": 99}, 1, 8192, True),
+    ({"input_tier": "host", "keep_attention": 99, "attention_tier": "host"}, 4, 8192, False),
+    ({"input_tier": "host"}, 4, 16384, True),
+    ({"keep_everything": 99}, 1, 16384, True),
 )
 
 
 def plans(model: str) -> Iterator[tuple[str, Plan]]:
     shape = find_shape(model)
     for cp in (1, 8):
-        for policy, stages, tile, overlap in LAYOUTS:
+        for keeps, stages, tile, overlap in LAYOUTS:
             heads = max(shape.heads // stages, cp)
-            layout = Layout(cp, heads, tile, (policy,) * shape.num_layers, overlap=overlap)
+            layout = Layout(cp, heads, tile, overlap=overlap, **keeps)
+            policy = layout.layer_policies(shape.num_layers)[0]
             kept = f"{policy.input}/{policy.attention}{'+all' if policy.mlp else ''}"
             name = f"cp {cp}, {kept}, {heads} heads, tile {tile}{'' if overlap else ', no overlap'}"
             yield name, Plan(shape, layout, parse_gpus(f"{cp}xH200"), StepShape(cp * LOCAL_TOKENS))
@@ -65,15 +67,11 @@ def compare(model: str, plan: Plan) -> tuple[dict[str, tuple[float, float]], flo
 
 def trace_row(row: dict[str, str]) -> float:
     """Return the traced peak of a rehearsal in GiB."""
-    layers = int(row["layers"])
-    cp = int(row["cp"])
     tokens = parse_count(row["context"]) or 0
-    keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
-    sizes = int(row["heads_per_stage"]), int(row["tile_tokens"])
-    options = {"overlap": row["overlap"] == "1", "dtype": "bfloat16", "kernel": row["kernel"]}
-    layout = Layout(cp, *sizes, (keeps,) * layers, **options)
-    config = keep_layers(find_config(row["model"]), range(layers))
-    return trace_model(TraceRequest(json.dumps(config), layout, cp), tokens).peak_bytes / GIB
+    layout = rehearsed.layout_of(row, dtype="bfloat16", kernel=row["kernel"])
+    config = keep_layers(find_config(row["model"]), range(int(row["layers"])))
+    request = TraceRequest(json.dumps(config), layout, layout.cp)
+    return trace_model(request, tokens).peak_bytes / GIB
 
 
 def compare_rehearsed() -> None:

@@ -59,9 +59,6 @@ class ActivationPolicy:
         return self.input != "device" and (self.attention == "device" or self.projections)
 
 
-EVERYTHING = ActivationPolicy("device", "device", True, True)
-
-
 MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 

@@ -122,7 +122,6 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
         layout = replace(
             bf16_layout(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring
         )
-        layout = replace(layout, kept=layout.kept * size.layers)
         ours = []
         for model, of_seed in zip(models, rows, strict=True):
             parallel = parallelize_model(copy.deepcopy(model), mesh=mesh, layout=layout)

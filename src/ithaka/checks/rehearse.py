@@ -235,7 +235,7 @@ def truncate_plan(
     kernel: str = "auto",
 ) -> TruncatedPlan:
     """Map a plan to one with `num_layers` layers, or one of each kind if more, in this device's
-    dtype. A kind's activation policies are those of evenly spaced layers; every layer gets the
+    dtype. As many layers keep more as of evenly spaced layers of each kind; every layer gets the
     adapters of the layer with the most. `config`: the model's config.json."""
     shape = plan.shape
     if "_class_name" in config:

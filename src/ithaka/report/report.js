@@ -351,7 +351,7 @@ const plannedPeak = plan => Object.values(plan?.peak_bytes ?? {}).reduce((a, b) 
 const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };
 const IF_NULL = { blocks: "chosen by cache size", dtype: "same as parameters" };
 function planTable(planned, into) {
-  const rows = Object.entries(planned.layout || {}).filter(([k]) => k !== "kept")
+  const rows = Object.entries(planned.layout || {}).filter(([k]) => !/^keep_|^kept$|_tier$/.test(k))  // shown by layer
     .map(([k, v]) => [k.replaceAll("_", " "), v === null ? IF_NULL[k] || "all" : String(v)]);
   const kept = planned.layout?.kept || [];
   kept.forEach((layer, i) => {

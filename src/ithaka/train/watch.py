@@ -12,7 +12,6 @@ from ithaka.config import write_atomic
 from ithaka.config.units import format_bytes, format_json, plural
 from ithaka.data.batch import Batch
 from ithaka.facts.heads import count_slots
-from ithaka.layout import Layout
 from ithaka.plan.hardware import gpu_named
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import planned_shares
@@ -49,9 +48,10 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
     """What the report shows of a plan of one micro-step: plan.json."""
     shape = plan.shape
     layout = plan.layout
+    policies = [dataclasses.asdict(each) for each in layout.layer_policies(shape.num_layers)]
     stages = count_slots(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
     values = {
-        "layout": _describe_layout(layout, shape.num_layers),
+        "layout": {**dataclasses.asdict(layout), "kept": policies},
         "stages": len(stages),
         "peak_bytes": sum_planned_by_category(plan.ledger.gpu),
         # Of one rank.
@@ -63,16 +63,6 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
         values["seconds"] = dataclasses.asdict(plan.seconds)
         values["tokens_per_s"] = step.tokens_per_s_per_gpu * plan.hardware.num_gpus
     return values
-
-
-def _describe_layout(layout: Layout, num_layers: int) -> dict[str, Any]:
-    """The layout with a policy for each layer in place of the counts of layers."""
-    values = dataclasses.asdict(layout)
-    counts = [name for name in values if name.startswith("keep_") or name.endswith("_tier")]
-    for name in counts:
-        del values[name]
-    policies = layout.layer_policies(num_layers)
-    return {**values, "kept": [dataclasses.asdict(policy) for policy in policies]}
 
 
 class SlowRanks:
