@@ -123,7 +123,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run accepts another teacher",
-        "run/files.py",
+        "run/run_files.py",
         "if pinned and fingerprint_weights(teacher) != pinned:",
         "if pinned and fingerprint_weights(teacher) is None:",
         "test_distillation_runs.py -k four_bits",

@@ -25,9 +25,9 @@ from ithaka.config import CONFIG_FORMAT, Config, load_config, parse_config, to_y
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import Hardware
 from ithaka.run.adopt import adopt
+from ithaka.run.detect import detect_machine
 from ithaka.run.draft import AUTO, Draft, Request, read
 from ithaka.run.launch import Outcome, detect_gpu, run_child_rank, run_ranks
-from ithaka.run.machine import detect_machine
 from ithaka.run.road import Planned, check, model_shape
 from ithaka.run.rules import check_settings
 from ithaka.run.validated import Run

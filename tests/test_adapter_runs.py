@@ -1,4 +1,4 @@
-"""Runs with an adapter: losses match a plain PEFT loop; loading and exporting PEFT's files,
+"""Runs with an adapter: losses match a plain PEFT loop; loading and exporting PEFT's run_files,
 merging, resuming."""
 
 import dataclasses
@@ -22,7 +22,6 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, Config, ModelConfig, parse_config
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.run import files
 from ithaka.run.adopt import adopt_adapter
 from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate
@@ -261,11 +260,11 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     (run_dir / checkpoints.PINS_FILE).unlink()
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
-        files,
+        run_files,
         "fingerprint_weights",
         side_effect=AssertionError("full training does not need the base"),
     ):
-        files.check_base(full, longer)
+        run_files.check_base(full, longer)
     shutil.rmtree(base)
     validate(elsewhere, run_dir)
 

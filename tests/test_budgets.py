@@ -9,9 +9,9 @@ from ithaka.config import ConfigError
 from ithaka.facts import machine as this_machine
 from ithaka.facts.machine import available_memory, cgroup_rooms, free_disk
 from ithaka.layout import layout_from_config
-from ithaka.run import machine as machine_module
+from ithaka.run import detect as machine_module
+from ithaka.run.detect import detect_machine
 from ithaka.run.fits import check_fits
-from ithaka.run.machine import detect_machine
 from ithaka.run.road import model_shape
 from ithaka.run.validated import Run, certain_needs, store_host_bytes
 from ithaka.train.prepare import prepare

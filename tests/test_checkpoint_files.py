@@ -39,8 +39,8 @@ from ithaka.cli import app
 from ithaka.config import load_config, write_atomic
 from ithaka.plan.shape import Correction
 from ithaka.run.draft import AUTO, Request, read
-from ithaka.run.files import check_run_dir
 from ithaka.run.road import model_shape, take_road
+from ithaka.run.run_files import check_run_dir
 from ithaka.train.prepare import prepare
 from refusals import assert_refused
 from runs import adopted, bitwise_metrics, metrics, run, saved_settings, tiny_run, validate

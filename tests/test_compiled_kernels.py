@@ -12,7 +12,7 @@ import pytest
 
 from ithaka.attention import compiled
 from ithaka.plan.hardware import find_hardware
-from ithaka.run import files, launch, road
+from ithaka.run import launch, road
 from runs import adopted, validate
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -139,7 +139,7 @@ def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     events = []
     monkeypatch.setattr(launch, "num_gpus", lambda: 1)
     monkeypatch.setattr(road, "compile_ahead", lambda *kernel: events.append(kernel))
-    monkeypatch.setattr(files, "check_inputs", lambda run: events.append("inputs") or 0)
+    monkeypatch.setattr(run_files, "check_inputs", lambda run: events.append("inputs") or 0)
     validate(adopted(run_dir=tmp_path / "run").config, hardware=find_hardware("H200"))
     assert [event[0] if event != "inputs" else event for event in events] == [
         "H200-141GB",

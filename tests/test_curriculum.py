@@ -13,7 +13,6 @@ from ithaka.checkpoint.export import export
 from ithaka.cli import app
 from ithaka.config import Origin, load_config, parse_config, to_dict
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.run import files
 from ithaka.run.draft import Draft, Request
 from ithaka.run.road import check, plan_entries
 from ithaka.run.rules import check_settings
@@ -185,7 +184,7 @@ def test_each_entry_has_its_own_plan(tmp_path, monkeypatch):
     layouts = [entry.plan.layout for entry in entries]
     assert layouts[0] != layouts[1] and {layout.tile_tokens for layout in layouts} == {4096}
     assert [entry.entry.start for entry in entries] == [0, 1]
-    monkeypatch.setattr(files, "check_inputs", lambda run: 0)
+    monkeypatch.setattr(run_files, "check_inputs", lambda run: 0)
     (tmp_path / "config.yaml").write_text(check(draft, entries, 8, hardware).saved_settings)
     stored = load_config(tmp_path / "config.yaml")
     assert stored == config

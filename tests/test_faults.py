@@ -28,7 +28,6 @@ from ithaka.log.console import Console
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import GPUS
-from ithaka.run import files
 from ithaka.train import heartbeat, journal, loop, prepare, shutdown, step, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.bad_steps import BadSteps
@@ -1015,7 +1014,7 @@ def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
-        return files._fingerprints(
+        return run_files._fingerprints(
             parse_config({"model": {"path": str(tmp_path / name)}}), data, ""
         )
 

@@ -30,8 +30,8 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.plan.tell import collect_facts
 from ithaka.plan.trace import TraceRequest
+from ithaka.run.detect import detect_machine
 from ithaka.run.draft import Draft, Request
-from ithaka.run.machine import detect_machine
 from ithaka.run.road import Planned, build_run, model_shape
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace_plan import trace_model

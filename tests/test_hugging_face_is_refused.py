@@ -41,7 +41,7 @@ from ithaka.hf import trainers as hf
 from ithaka.hf.rewards import check_rollout
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
-from ithaka.run.machine import detect_machine
+from ithaka.run.detect import detect_machine
 from ithaka.run.road import plan_settings
 from models import tiny_config, tiny_model
 from refusals import assert_refused
@@ -332,7 +332,7 @@ def test_a_trainer_may_load_the_model(tmp_path):
 @pytest.fixture
 def on_h200(monkeypatch):
     monkeypatch.setattr("ithaka.run.launch.detect_gpu", lambda: H200)
-    monkeypatch.setattr("ithaka.run.machine.available_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("ithaka.run.detect.available_memory", lambda: 16 * 2**30)
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])

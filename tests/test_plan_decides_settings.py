@@ -21,8 +21,8 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.plan.tell import collect_facts
 from ithaka.run import road
+from ithaka.run.detect import detect_machine, weakest_machine
 from ithaka.run.fits import check_fits
-from ithaka.run.machine import detect_machine, weakest_machine
 from ithaka.run.road import check_ranks_agree, model_shape, plan_settings
 from ithaka.run.rules import Facts, check_run, check_settings, check_sizes
 from ithaka.run.shapes import find_shape

@@ -31,8 +31,8 @@ from ithaka.plan.shape import ModelShape
 from ithaka.plan.tell import collect_facts
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
+from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
 from ithaka.run.fits import check_fits
-from ithaka.run.machine import detect_machine, uses_planner, weakest_machine
 from ithaka.run.road import Planned, plan_settings
 from ithaka.run.shapes import shape_from_config
 from ithaka.run.validated import Run, store_host_bytes

@@ -35,7 +35,7 @@ from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.models import built_in
 from ithaka.plan.search import Plan
 from ithaka.run import check_request, launch
-from ithaka.run.machine import detect_machine, weakest_machine
+from ithaka.run.detect import detect_machine, weakest_machine
 from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
 LIMIT_S = 600.0

@@ -7,7 +7,7 @@ from ithaka.config.units import format_bytes, plural
 from ithaka.layout import format_choices
 from ithaka.plan.bytes import Ledger
 from ithaka.plan.search import SearchSpace
-from ithaka.run.machine import uses_planner
+from ithaka.run.detect import uses_planner
 from ithaka.run.validated import Run, certain_needs
 
 

@@ -37,11 +37,11 @@ from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape
 from ithaka.plan.trace import choose_traced, correct
-from ithaka.run import files, launch
+from ithaka.run import launch, run_files
 from ithaka.run.adopt import adopt, check_resumed
+from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
 from ithaka.run.draft import AUTO, Draft
 from ithaka.run.fits import check_fits
-from ithaka.run.machine import detect_machine, uses_planner, weakest_machine
 from ithaka.run.rules import Facts, check_run, check_sizes
 from ithaka.run.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 from ithaka.run.validated import Run
@@ -210,7 +210,7 @@ def check(draft: Draft, entries: Sequence[Planned], num_ranks: int, hardware: Ha
     config = entries[0].config
     run_dir = config.train.run_dir
     if draft.resumes is None and run_dir is not None:
-        files.check_run_dir(run_dir, request.resume == AUTO, request.force)
+        run_files.check_run_dir(run_dir, request.resume == AUTO, request.force)
     run = build_run(entries[0], num_ranks, hardware, draft)
     if draft.resumes is not None:
         run = _check_resumed_run(run, draft)
@@ -219,9 +219,9 @@ def check(draft: Draft, entries: Sequence[Planned], num_ranks: int, hardware: Ha
         for head_dim, group in {(kind.head_dim, kind.group) for kind in run.shape.attention_kinds}:
             if run.hardware.for_attention(head_dim).gpu.kernel == "fa4":
                 compile_ahead(run.hardware.gpu.name, head_dim, run.layout.dtype or "float32", group)
-    run = dataclasses.replace(run, data_bytes=files.check_inputs(run))
+    run = dataclasses.replace(run, data_bytes=run_files.check_inputs(run))
     for later in entries[1:]:
-        files.check_inputs(build_run(later, num_ranks, hardware, draft))
+        run_files.check_inputs(build_run(later, num_ranks, hardware, draft))
     return run
 
 
@@ -266,8 +266,8 @@ def build_run(planned: Planned, num_ranks: int, hardware: Hardware, draft: Draft
         run = dataclasses.replace(run, shape=_trace_shape(run))
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
-        files.check_weights(config.model.path)
-    files.check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
+        run_files.check_weights(config.model.path)
+    run_files.check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
     return run
 
 
@@ -296,7 +296,7 @@ def _check_resumed_run(run: Run, draft: Draft) -> Run:
         reason = f"differs in shape from the model of {draft.resumes}"
         raise ConfigError(f"model.{name} {reason}; leave it out, or start a new run")
     run = dataclasses.replace(run, checkpoint=draft.checkpoint, changed=changed)
-    files.check_base(run, draft.saved)
+    run_files.check_base(run, draft.saved)
     is_auto = draft.request.resume == AUTO
     if draft.request.trains and run.finished and not is_auto:
         raise _reached(run)

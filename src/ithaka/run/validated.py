@@ -22,7 +22,7 @@ from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, save
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
-from ithaka.run.machine import uses_planner
+from ithaka.run.detect import uses_planner
 
 STORE_CATEGORIES = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
 

@@ -25,7 +25,7 @@ from ithaka.evaluate.tasks import EvalText, check_prompts, read_text
 from ithaka.exits import TransientError
 from ithaka.log.console import status
 from ithaka.log.metrics import note_startup
-from ithaka.run.files import check_same_inputs, fingerprint_weights
+from ithaka.run.run_files import check_same_inputs, fingerprint_weights
 from ithaka.run.validated import Run, can_save_in_background
 from ithaka.train.parts import Parts, run_dtype
 from ithaka.train.trainer import Trainer
