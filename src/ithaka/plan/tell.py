@@ -480,11 +480,11 @@ def _explain_attention(plan: Plan) -> tuple[str, list[str]]:
     gpu = plan.hardware.gpu
     name = KERNEL_NAMES.get(gpu.kernel, gpu.kernel)
     if slow := {kind: kernel for kind, kernel in plan.kernels.items() if kernel in SLOW_KERNELS}:
-        names = []
+        heads = []
         for kind in slow:
             softcap = f" and softcap {kind.softcap:g}" if kind.softcap else ""
-            names.append(f"head dim {kind.head_dim}{softcap}")
-        kinds = ", ".join(dict.fromkeys(names))
+            heads.append(f"head dim {kind.head_dim}{softcap}")
+        kinds = ", ".join(dict.fromkeys(heads))
         kernels = join_kernels(KERNEL_NAMES[kernel] for kernel in slow.values())
         mixers = tuple(mixer for mixer in shape.mixers if slow.keys() & {*mixer.attention})
         only_slow = replace(plan, shape=replace(shape, mixers=mixers)).flop_seconds.attention
