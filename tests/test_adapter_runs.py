@@ -22,6 +22,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, Config, ModelConfig, parse_config
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
+from ithaka.run import run_files
 from ithaka.run.adopt import adopt_adapter
 from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate

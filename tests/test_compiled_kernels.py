@@ -12,7 +12,7 @@ import pytest
 
 from ithaka.attention import compiled
 from ithaka.plan.hardware import find_hardware
-from ithaka.run import launch, road
+from ithaka.run import launch, road, run_files
 from runs import adopted, validate
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"

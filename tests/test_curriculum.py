@@ -13,6 +13,7 @@ from ithaka.checkpoint.export import export
 from ithaka.cli import app
 from ithaka.config import Origin, load_config, parse_config, to_dict
 from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.run import run_files
 from ithaka.run.draft import Draft, Request
 from ithaka.run.road import check, plan_entries
 from ithaka.run.rules import check_settings

@@ -28,6 +28,7 @@ from ithaka.log.console import Console
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import GPUS
+from ithaka.run import run_files
 from ithaka.train import heartbeat, journal, loop, prepare, shutdown, step, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.bad_steps import BadSteps

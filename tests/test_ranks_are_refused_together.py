@@ -16,7 +16,7 @@ from ithaka.cli import app
 from ithaka.comm.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
-from ithaka.run import adopt, machine
+from ithaka.run import adopt, detect
 from ithaka.run.draft import AUTO, Request, read
 from ithaka.run.road import take_road
 from ithaka.train import parts
@@ -24,7 +24,7 @@ from runs import run, tiny_run
 
 
 def lacks_memory(patch, folder):
-    patch.setattr(machine, "available_memory", lambda: 2**20)
+    patch.setattr(detect, "available_memory", lambda: 2**20)
 
 
 def lacks_a_file(patch, folder):
