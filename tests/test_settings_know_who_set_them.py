@@ -9,9 +9,9 @@ from peft import LoraConfig
 
 from ithaka.config import CPU_DEFAULT, Origin, load_config, parse_config
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.run import files, launch
+from ithaka.run import launch, run_files
+from ithaka.run.detect import detect_machine
 from ithaka.run.draft import Draft, Request
-from ithaka.run.machine import detect_machine
 from ithaka.run.road import Planned, check, model_shape, plan_entries, plan_settings
 from runs import MODEL, adopted, run, tiny_run
 
@@ -89,7 +89,7 @@ def test_a_planned_run_keeps_what_was_given(tmp_path, monkeypatch):
     again = plan_settings(config, H100S).config
     assert (again, again.origins) == (config, config.origins)
     # What its run writes down, it takes back when it is resumed.
-    monkeypatch.setattr(files, "check_inputs", lambda run: 0)
+    monkeypatch.setattr(run_files, "check_inputs", lambda run: 0)
     settings = check(Draft(Request(), config), [planned], 8, H100S).saved_settings
     assert yaml.safe_load(settings)["origins"]["memory.offload"] == "the plan"
     (tmp_path / "config.yaml").write_text(settings)
