@@ -137,9 +137,7 @@ def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
         {"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory}
     )
     hardware = Hardware(gpu, host_bytes=available_memory())
-    space = make_search_space(
-        config, {f"memory.{name}" for name in memory}, shape_from_model(model), hardware
-    )
+    space = make_search_space(config, shape_from_model(model), hardware)
     plan = space.choose(
         dataclasses.replace(work_from_config(config), document_tokens=case["documents"] or None)
     )

@@ -191,7 +191,7 @@ def measure_pool(config):
     """Take a step; return the budget and the peak of this rank's host pool."""
     trainer = prepare(validate(config))
     store = trainer.model.model.layers[0].forward.store
-    trainer.advance([trainer.data.next_batch()])
+    trainer.advance(trainer.next_batches())
     return store.pool.budget_bytes, store.pool.peak_bytes
 
 

@@ -452,7 +452,7 @@ def test_float8_without_anything_to_store_is_refused(tmp_path):
     machine = parse_gpus("8xH200")
     plan = SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192))
     reason = collect_facts(plan, "llama3-8b")["reasons"]["memory.stored_dtype"]
-    assert reason == "no effect: nothing off the device is rounded (from the command line)"
+    assert reason == "no effect: nothing off the device is rounded"
 
 
 def test_a_layer_that_keeps_attention_keeps_its_input_in_full():

@@ -325,7 +325,7 @@ def finish(run):
     config = run.config
     losses = []
     while trainer.step < config.train.steps:
-        losses.append(trainer.advance([trainer.data.next_batch()]).result.loss)
+        losses.append(trainer.advance(trainer.next_batches()).result.loss)
     trainer.save()
     trainer.saver.finish()
     with torch.no_grad():

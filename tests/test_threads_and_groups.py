@@ -16,7 +16,7 @@ from ithaka.checkpoint import save
 from ithaka.comm import mesh
 from ithaka.config import parse_config, to_dict
 from ithaka.layer import store
-from ithaka.profile import timeline
+from ithaka.profile import progress
 from ithaka.run import launch
 from ithaka.run.draft import AUTO
 from ithaka.train import heartbeat
@@ -39,7 +39,7 @@ def threads_of(config):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(threading.Thread, "start", start)
-        for module in (store, timeline, save, heartbeat):
+        for module in (store, progress, save, heartbeat):
             patch.setattr(
                 module,
                 "use_device",

@@ -140,7 +140,7 @@ def test_until_something_is_measured_the_start_limit_applies(tiny):
 def on_gpu(run, name, context):
     """Return the run with another context, on a GPU named `name`."""
     known = heartbeat.gpu_named(name)
-    gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # like preflight's stand-in
+    gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # as in detect_machine
     config = dataclasses.replace(
         run.config, data=dataclasses.replace(run.config.data, context=context)
     )
