@@ -46,7 +46,7 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import LOSS_SHARE, LayerSeconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small shapes, for a CPU.")]

@@ -22,7 +22,7 @@ from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.log.console import status
 from ithaka.plan.models import find_config
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 
 
 def measure(

@@ -50,7 +50,7 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.shape import StepShape
 from ithaka.run import launch
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 
 LLAMA_3B = {
     "hidden_size": 3072,

@@ -31,7 +31,7 @@ from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import find_config
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
 ITEMSIZES = {"float": 4, "c10::BFloat16": 2}

@@ -30,7 +30,7 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 
 SIDES = ("ring", "unaligned", "Ulysses")
 

@@ -191,7 +191,7 @@ def estimates_plans(request, monkeypatch, tmp_path_factory):
     are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     if "traces_plans" not in request.fixturenames:
-        monkeypatch.setattr("ithaka.run.shapes._trace", lambda config, plan: None)
+        monkeypatch.setattr("ithaka.trace.shapes._trace", lambda config, plan: None)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def describe(row: dict[str, Any]) -> str:
 
 def trace(numbers: list[int]) -> None:
     from ithaka.plan.models import find_config
-    from ithaka.run.trace_plan import trace_peaks
+    from ithaka.trace.trace_plan import trace_peaks
 
     for number in numbers:
         plan, _ = make_plan(CASES[number])

@@ -25,7 +25,7 @@ from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 
 with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file))

@@ -16,7 +16,7 @@ from ithaka.plan.layer_bytes import layer_peaks
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import LAYER_SHARE, LayerSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from test_plan_command import ARGS, run
 
 LLAMA = find_shape("llama3-8b")

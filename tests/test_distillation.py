@@ -31,7 +31,7 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import work_from_config
 from ithaka.roots import decoder
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, random_ids, relative
 from refusals import assert_refused

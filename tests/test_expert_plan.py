@@ -20,7 +20,7 @@ from ithaka.plan.seconds import (
     layer_seconds,
 )
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.train.journal import flops_utilization
 from test_plan_command import run
 

@@ -33,9 +33,9 @@ from ithaka.plan.trace import TraceRequest
 from ithaka.run.detect import detect_machine
 from ithaka.run.draft import Draft, Request
 from ithaka.run.road import Planned, build_run, model_shape
-from ithaka.run.shapes import find_shape, shape_from_config
-from ithaka.run.trace_plan import trace_model
 from ithaka.run.validated import input_slabs
+from ithaka.trace.shapes import find_shape, shape_from_config
+from ithaka.trace.trace_plan import trace_model
 from models import CONSTRUCTING, tiny_config, tiny_model
 from precision import Batch, bf16_layout, error, our_gradients
 from runs import tiny_run, validate

@@ -25,7 +25,7 @@ from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.run.road import model_shape
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 from ithaka.train import loop
 from ithaka.train.prepare import prepare
 from ithaka.weights.load import init_weights

@@ -21,7 +21,7 @@ from ithaka.ops.state_graph import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.run.check_request import make_request
 from ithaka.run.rules import check_sizes
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 from threads import run_on_threads

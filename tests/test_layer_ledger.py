@@ -41,8 +41,8 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
 from ithaka.roots.find import find_root
 from ithaka.roots.recorder import Recorder
-from ithaka.run.shapes import shape_from_config
 from ithaka.sharding.tokens import TokenSharding
+from ithaka.trace.shapes import shape_from_config
 from ithaka.weights.adapters import add_adapter
 from models import tiny_config, tiny_model
 

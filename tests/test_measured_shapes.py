@@ -18,8 +18,8 @@ from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
 from ithaka.plan.shape import StepShape
 from ithaka.roots import probe
 from ithaka.roots.recorder import Recorder
-from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.trace.measure import measure_layers, measure_model
+from ithaka.trace.shapes import find_shape, shape_from_config
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

@@ -16,7 +16,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.plan.models import MODELS, built_in, find_config, hub_id
-from ithaka.run.shapes import find_shape, read_shape
+from ithaka.trace.shapes import find_shape, read_shape
 from refusals import assert_refused
 
 SPELLINGS = {
@@ -229,7 +229,7 @@ def test_a_cached_model_needs_no_network(monkeypatch, tmp_path):
 
 def test_built_in_names_need_neither_torch_nor_huggingface_hub():
     check = (
-        "import sys; from ithaka.run.shapes import find_shape; find_shape('Llama-3.1-8B')\n"
+        "import sys; from ithaka.trace.shapes import find_shape; find_shape('Llama-3.1-8B')\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -23,7 +23,7 @@ from ithaka.plan.search import make_search_space
 from ithaka.plan.shape import StepShape
 from ithaka.run import rules
 from ithaka.run.road import model_shape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.train.prepare import prepare
 from refusals import assert_refused
 from runs import bitwise_metrics, copy_run_at_step, run, tiny_run, validate

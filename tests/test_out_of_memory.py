@@ -27,7 +27,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.profile.position import HostPosition
 from ithaka.run import launch
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.train import parts, prepare
 from ithaka.train.agreement import measure_memory
 from ithaka.train.out_of_memory import OutOfMemoryError, explain_out_of_memory

@@ -14,7 +14,7 @@ from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from rehearsed import LLAMA, PARTS, ROWS, STREAMED, errors, fit, plan_parts, summarize
 
 H200 = parse_gpus("8xH200")

@@ -25,8 +25,8 @@ from ithaka.run.detect import detect_machine, weakest_machine
 from ithaka.run.fits import check_fits
 from ithaka.run.road import check_ranks_agree, model_shape, plan_settings
 from ithaka.run.rules import Facts, check_run, check_settings, check_sizes
-from ithaka.run.shapes import find_shape
 from ithaka.run.validated import Run, certain_needs, store_host_bytes
+from ithaka.trace.shapes import find_shape
 from ithaka.train import journal
 
 pytestmark = pytest.mark.usefixtures("plans_once")

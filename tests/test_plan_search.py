@@ -12,7 +12,7 @@ from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH, Plan, SearchSpace
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from refusals import assert_refused
 
 TB = 10**12

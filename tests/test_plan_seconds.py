@@ -15,7 +15,7 @@ from ithaka.plan.hardware import FIGURES, Gpu, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape, shape_from_config
+from ithaka.trace.shapes import find_shape, shape_from_config
 
 LLAMA = find_shape("llama3-8b")
 D = 4096

@@ -18,7 +18,7 @@ from ithaka.plan.seconds import planned_shares
 from ithaka.plan.shape import StepShape
 from ithaka.profile.position import PhaseTracker
 from ithaka.profile.progress import Progress, StepProgress
-from ithaka.run.shapes import shape_from_config
+from ithaka.trace.shapes import shape_from_config
 
 SHAPE = shape_from_config(embedded_model("small"))
 PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), StepShape(4096))

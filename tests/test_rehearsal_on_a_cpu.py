@@ -29,7 +29,7 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.run.shapes import find_shape, shape_from_config
+from ithaka.trace.shapes import find_shape, shape_from_config
 from models import tiny_config
 from refusals import assert_command_refused
 

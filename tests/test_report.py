@@ -21,7 +21,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.report import page
 from ithaka.report.page import live_report, read_run, write_report
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.train.watch import describe_plan
 from refusals import assert_refused
 from runs import metrics, tiny_run, validate, wait_for

@@ -34,7 +34,7 @@ from ithaka.plan.hardware import (
 from ithaka.plan.search import forward_plan
 from ithaka.plan.shape import StepShape
 from ithaka.run import launch
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from models import tiny_config
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ithaka.config import ConfigError, embedded_model
-from ithaka.run.shapes import read_shape, shape_from_config
+from ithaka.trace.shapes import read_shape, shape_from_config
 
 SMALL = {
     "vocab_size": 99,

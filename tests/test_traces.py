@@ -47,11 +47,11 @@ from ithaka.plan.trace import (
     correct,
 )
 from ithaka.roots import probe
-from ithaka.run import shapes
-from ithaka.run import trace_plan as tracing
-from ithaka.run.shapes import find_shape, shape_from_config
-from ithaka.run.trace_plan import run_step, trace_model, trace_plan, truncate_request
+from ithaka.trace import shapes
+from ithaka.trace import trace_plan as tracing
 from ithaka.trace.record_trace import TraceRecorder, trace_step
+from ithaka.trace.shapes import find_shape, shape_from_config
+from ithaka.trace.trace_plan import run_step, trace_model, trace_plan, truncate_request
 from vlms import vlm_config
 
 CP = 2

@@ -33,7 +33,7 @@ from ithaka.log.console import Console, describe, status
 from ithaka.log.metrics import StepRecord, open_metrics, read_metrics
 from ithaka.log.trackers import rename_metrics
 from ithaka.run import launch
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.train import agreement, journal, loop, shutdown
 from ithaka.train.agreement import (
     Agreement,

@@ -31,8 +31,8 @@ from ithaka.plan.models import find_config
 from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer
 from ithaka.run.check_request import make_request
-from ithaka.run.shapes import find_shape
 from ithaka.trace.measure import measure_model
+from ithaka.trace.shapes import find_shape
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import run_on_threads

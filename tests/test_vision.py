@@ -41,7 +41,7 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.plan.tell import collect_facts
 from ithaka.roots import vision
-from ithaka.run.shapes import find_shape
+from ithaka.trace.shapes import find_shape
 from ithaka.weights import formats
 from ithaka.weights.save_pretrained import iterate_weights
 from parity import Errors, plain_sum, relative

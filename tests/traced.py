@@ -23,8 +23,8 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import TraceRequest
-from ithaka.run.shapes import find_shape
-from ithaka.run.trace_plan import trace_model, trace_plan
+from ithaka.trace.shapes import find_shape
+from ithaka.trace.trace_plan import trace_model, trace_plan
 
 MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
 LOCAL_TOKENS = 2**16

@@ -34,8 +34,8 @@ from ithaka.run import launch
 from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
 from ithaka.run.fits import check_fits
 from ithaka.run.road import Planned, plan_settings
-from ithaka.run.shapes import shape_from_config
 from ithaka.run.validated import Run, store_host_bytes
+from ithaka.trace.shapes import shape_from_config
 from ithaka.weights.adapters import find_active_adapter
 
 if TYPE_CHECKING:

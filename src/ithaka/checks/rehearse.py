@@ -47,8 +47,8 @@ from ithaka.profile.position import HostPosition
 from ithaka.profile.profiled_step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.roots.layer_kinds import LayerKind
-from ithaka.run.trace_plan import run_step
 from ithaka.run.validated import STORE_CATEGORIES
+from ithaka.trace.trace_plan import run_step
 from ithaka.train.out_of_memory import (
     OutOfMemoryError,
     explain_out_of_memory,

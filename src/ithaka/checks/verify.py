@@ -51,7 +51,7 @@ from ithaka.roots.vision import count_values
 from ithaka.run.adopt import adopt_adapter
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.run.run_files import check_weights
-from ithaka.run.shapes import read_shape, shape_from_config
+from ithaka.trace.shapes import read_shape, shape_from_config
 from ithaka.weights.adapters import add_adapter, auto_class
 from ithaka.weights.formats import round_weights
 from ithaka.weights.load import describe_nonfinite, end_parameters, is_finite, open_tensor_files

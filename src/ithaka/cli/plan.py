@@ -385,7 +385,7 @@ def _rehearse_ghost(
 ) -> None:
     with loading() as status:
         from ithaka.checks import rehearse_without_gpu
-        from ithaka.run.trace_plan import trace_plan
+        from ithaka.trace.trace_plan import trace_plan
 
     inputs = None
     if data is not None:

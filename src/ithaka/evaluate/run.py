@@ -39,7 +39,7 @@ from ithaka.layout import forward_layout, smallest_ring
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
 from ithaka.run import launch
-from ithaka.run.shapes import read_shape
+from ithaka.trace.shapes import read_shape
 from ithaka.weights.formats import read_base_metadata
 from ithaka.weights.load import check_finite
 from ithaka.weights.pretrained import merge_adapter

@@ -12,7 +12,7 @@ from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
 from ithaka.run.launch import under_torchrun
 from ithaka.run.rules import Facts, check_run, check_settings
-from ithaka.run.shapes import make_tracer, shape_from_config, teacher_shape
+from ithaka.trace.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {

@@ -43,8 +43,8 @@ from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
 from ithaka.run.draft import AUTO, Draft
 from ithaka.run.fits import check_fits
 from ithaka.run.rules import Facts, check_run, check_sizes
-from ithaka.run.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 from ithaka.run.validated import Run
+from ithaka.trace.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,6 @@ def make_tracer(config: Mapping[str, Any], always: bool) -> Tracer:
 
 
 def _trace(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
-    from ithaka.run.trace_plan import trace_peaks  # late: it imports torch
+    from ithaka.trace.trace_plan import trace_peaks  # late: it imports torch
 
     return trace_peaks(config, plan)
