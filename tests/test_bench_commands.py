@@ -182,7 +182,7 @@ def test_ladder_measures_every_rung(tmp_path):
 
 def test_the_gate_fails_if_a_layer_is_slower_or_larger_than_recorded(tmp_path, monkeypatch):
     measured = SimpleNamespace(forward_s=0.1, backward_s=0.3, peak_bytes=5 * 2**30)
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: measured)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **options: measured)
     file = tmp_path / "gate.json"
     assert benchmark("gate", "--baseline", file).exit_code == 0
     recorded = json.loads(file.read_text())

@@ -179,4 +179,6 @@ def without_logits():
 
 
 def test_a_call_with_labels_returns_no_logits(ranks):
-    assert ranks.run(1, without_logits) == [(None, 7, ["loss", "num_tokens", "docs", "own_loss"])]
+    assert ranks.run(1, without_logits) == [
+        (None, 7, ["loss", "num_tokens", "docs", "own_loss", "packed"])
+    ]

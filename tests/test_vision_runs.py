@@ -21,6 +21,7 @@ from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate.sample import sample
 from ithaka.inputs.media import divide_frames
+from ithaka.run.rules import check_settings
 from ithaka.views.data import describe_sequence
 from ithaka.views.record import describe_record, find_record, split_document
 from runs import bitwise_metrics, copy_run_at_step, run
@@ -247,7 +248,9 @@ REFUSED = {
 def test_settings_are_refused(folder, case):
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        check_data(settings(folder, changes).data, 1000, folder / "model")
+        config = settings(folder, changes)
+        check_settings(config)
+        check_data(config.data, 1000, folder / "model")
 
 
 def test_images_in_data_are_shown_as_a_summary(folder):

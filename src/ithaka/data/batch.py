@@ -16,6 +16,7 @@ from ithaka.data.pack import (
     join_teachers,
 )
 from ithaka.data.stored_tokens import decode_ids, decode_labels
+from ithaka.facts.attention import PairCounts
 from ithaka.facts.sizes import IGNORE_INDEX
 
 
@@ -125,10 +126,9 @@ class Batch(NamedTuple):
     images: Mapping[str, Any] = {}
     # stored ids and log-probabilities, [B, S, k]
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
-    # What training finds out once per batch (train/objectives.py): inputs.shard's PackedBatch
-    # and PairCounts.
-    packed: Any = None
-    pairs: Any = None
+    # What training finds out once per batch (train/objectives.py).
+    packed: Any = None  # inputs.shard.PackedBatch
+    pairs: PairCounts = PairCounts()
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -26,3 +26,11 @@ def span_pairs(earlier: int, length: int, window: int | None = None) -> int:
         return reach * tokens - reach * (reach - 1) // 2
 
     return count(earlier + length) - count(earlier)
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Query-key pairs of causal attention, in documents and to ancestors."""
+
+    all_layers: int = 0
+    full_layer: int = 0  # one layer without a window

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ithaka.attention.docs import Docs
 from ithaka.comm.exchange import all_gather, to_sequence_order
 from ithaka.comm.mesh import Mesh
-from ithaka.facts.attention import span_pairs
+from ithaka.facts.attention import PairCounts, span_pairs
 from ithaka.facts.sizes import IGNORE_INDEX
 from ithaka.sharding.tokens import TokenSharding, shard_tokens
 
@@ -103,14 +103,6 @@ class PackedBatch:
         rows[ranks_b, places_b] = sources_S[tokens_b] % s
         table[ranks_b, s + places_b] = tokens_b
         return table, rows
-
-
-@dataclass(frozen=True)
-class PairCounts:
-    """Query-key pairs of causal attention, in documents and to ancestors."""
-
-    all_layers: int = 0
-    full_layer: int = 0  # one layer without a window
 
 
 def shard_batch(

@@ -51,7 +51,7 @@ def adopt(draft: Draft) -> Draft:
             checkpoints.check_not_locked(run_dir)
             checkpoint = checkpoints.find_checkpoint(run_dir)
     if saved is not None:
-        config = _keep_decay(config, saved, run_dir)
+        config = _keep_decay(config, saved, checkpoint)
     pins = checkpoints.read_pins(run_dir) if resumes is not None else {}
     commits = dict(pins.get("commits", {}))
     config = _pin_commits(config, commits)
@@ -60,7 +60,8 @@ def adopt(draft: Draft) -> Draft:
         check_settings(config)
     if config.optim.decay_steps is None and config.train.epochs is None:
         config = config.with_values({"optim.decay_steps": config.train.steps}, Origin.DEFAULT)
-    config = config.with_values({"train.run_dir": run_dir}, config.origin("train.run_dir"))
+    origin = config.origin("train.run_dir") if request.run_dir is None else Origin.COMMAND
+    config = config.with_values({"train.run_dir": run_dir}, origin)
     return Draft(request, config, resumes, saved, checkpoint, commits)
 
 
@@ -89,29 +90,19 @@ def _choose_run_dir(draft: Draft) -> Path:
     return run_dir
 
 
-def _keep_decay(config: Config, saved: Config, run_dir: Path) -> Config:
+def _keep_decay(config: Config, saved: Config, checkpoint: Path | None) -> Config:
     """Keep the decay of a run that is resumed with more steps, unless it had not begun."""
     if config.optim.decay_steps is not None or config.origin("optim.decay_steps") == Origin.COMMAND:
         return config
     end = saved.optim.decay_steps or saved.train.steps
     begins = saved.optim.warmup_steps
     step = end
-    if saved.optim.schedule == "wsd" and end == saved.train.steps:
-        last = _last_step(run_dir)
-        if last is not None:
-            begins = saved.optim.decay_start(end)
-            step = last
+    is_wsd = saved.optim.schedule == "wsd" and end == saved.train.steps
+    if is_wsd and checkpoint is not None:
+        begins = saved.optim.decay_start(end)
+        step = checkpoints.read_state(checkpoint)["step"]
     kept = end if step > begins else None
     return config.with_values({"optim.decay_steps": kept}, Origin.RUN)
-
-
-def _last_step(run_dir: Path) -> int | None:
-    """The step of the newest usable checkpoint, if there is one."""
-    try:
-        checkpoint = checkpoints.find_checkpoint(run_dir, quiet=True)
-    except ConfigError:
-        return None
-    return checkpoints.read_state(checkpoint)["step"]
 
 
 # ---- the hub
