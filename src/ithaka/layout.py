@@ -235,6 +235,9 @@ class Layout:
         return inputs or (self.stored_dtype is not None and self.attention_tier != "device")
 
 
+_make_policy = lru_cache(ActivationPolicy)  # equal layers share one, which makes plans fast
+
+
 @lru_cache(maxsize=4096)
 def _layer_policies(
     num_layers: int,
@@ -249,7 +252,7 @@ def _layer_policies(
     for layer in range(num_layers):
         later = num_layers - layer  # this layer and those after it
         policies.append(
-            ActivationPolicy(
+            _make_policy(
                 "device" if later <= keep_inputs else input_tier,
                 attention_tier if later <= keep_attention else None,
                 later <= keep_projections,
