@@ -28,6 +28,7 @@ from ithaka.run.rules import Facts, check_run, check_settings, check_sizes
 from ithaka.run.validated import Run, certain_needs, store_host_bytes
 from ithaka.trace.shapes import find_shape
 from ithaka.train import journal
+from refusals import assert_command_refused, assert_refused
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -474,6 +475,64 @@ def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
     resolved = plan_settings(config, detect_machine(config, 8, (H100, 2**62))).config
     with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
         check_fits(on_gpus(resolved, 8))
+
+
+def test_train_and_plan_use_at_most_gpu_gib(tmp_path):
+    """Both choose the same settings within it, and the planned file trains."""
+    config = llama(tmp_path, data__context="1M", memory__gpu_gib=40)
+    machine = detect_machine(config, 8, (H100, 2**62))
+    planned = plan_settings(config, machine)
+    ledger = planned.plan.ledger
+    assert ledger.gpu_bytes == 40 * 2**30 and 30 * 2**30 < ledger.gpu_peak <= 40 * 2**30
+    check_fits(on_gpus(planned.config, 8, machine))
+    everything = plan_settings(llama(tmp_path, data__context="1M"), node(H100)).plan
+    assert everything.ledger.gpu_peak > 70 * 2**30
+    where = ["--gpus", "8xH100", "--host-memory", "2TB", "--context", "1M"]
+    args = ["plan", str(config.model.path), *where, "--set", "memory.gpu_gib=40"]
+    answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    assert answer["settings"] == planned.plan.settings
+    file = tmp_path / "long.yaml"
+    assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
+    assert load_config(file).memory == planned.config.memory
+
+
+def test_a_step_that_exceeds_gpu_gib_is_refused(tmp_path):
+    config = llama(tmp_path, data__context="1M", memory__gpu_gib=8)
+    machine = detect_machine(config, 8, (H100, 2**62))
+    resolved = plan_settings(config, machine).config
+    message = assert_refused(
+        lambda: check_fits(on_gpus(resolved, 8, machine)), "data.context=1048576", fix="use"
+    )
+    assert "GPU memory" in message and "; 8 GiB available" in message
+
+
+def test_gpu_gib_above_the_gpus_memory_is_refused(tmp_path):
+    where = ["--gpus", "8xH100", "--context", "8K", "--set", "memory.gpu_gib=80"]
+    fix = "use less, or null"
+    assert_command_refused(
+        ["plan", "llama3.2-1b", *where], "memory.gpu_gib=80", "79.1 GiB of H100", fix=fix
+    )
+    config = llama(tmp_path, memory__gpu_gib=75)
+    smaller = (H100, 70 * 2**30)
+    assert_refused(
+        lambda: detect_machine(config, 8, smaller), "memory.gpu_gib=75", "70 GiB", fix=fix
+    )
+
+
+@pytest.mark.parametrize(
+    "gpu, changes, named",
+    [
+        (None, {}, "CPU"),
+        (("Some Other 9000", 2**36), {}, "Some Other 9000"),
+        ((H100, 2**62), {"memory__plan": "off"}, "memory.plan=off"),
+        ((H100, 2**62), {"model__dtype": "float32"}, "model.dtype=float32"),
+    ],
+)
+def test_gpu_gib_without_a_plan_is_refused(tmp_path, gpu, changes, named):
+    config = llama(tmp_path, memory__gpu_gib=4, **changes)
+    assert_refused(
+        lambda: detect_machine(config, 1, gpu), "memory.gpu_gib=4", named, fix="use null"
+    )
 
 
 def test_a_missing_disk_path_is_refused_before_planning(tmp_path):

@@ -326,6 +326,11 @@ class MemoryConfig(Section, name="memory"):
     offload_optimizer: bool = False
     # Directory for disk offload. null: the system's temporary directory.
     disk_path: Path | None = None
+    # Memory in GiB, per GPU, that a plan may use, reserve included: leave room for other processes.
+    # It does not limit what PyTorch's allocator caches. Refused where nothing is planned: with
+    # plan=off, on a CPU or an unknown GPU, and in other dtypes than bfloat16. null: all that the
+    # GPU has.
+    gpu_gib: float | None = setting(None, gt=0)
     # auto: on a known GPU, the planner chooses every parallel and memory setting that is not set.
     # off: use defaults.
     plan: Literal["auto", "off"] = "auto"

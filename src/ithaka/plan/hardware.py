@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
+from ithaka.config.units import format_bytes
 from ithaka.facts.attention import EFFICIENT_HEAD_DIMS, HEAD_DIMS
 from ithaka.facts.model_files import read_json
 
@@ -174,6 +175,17 @@ class Hardware:
         if self.assumed_host:
             host_bytes = default_host_bytes(self.gpu, gpus_per_node)
         return dataclasses.replace(self, gpus_per_node=gpus_per_node, host_bytes=host_bytes)
+
+    def with_gpu_gib(self, gpu_gib: float | None) -> Hardware:
+        """A copy with the memory per GPU that memory.gpu_gib leaves to a plan; null: unchanged."""
+        if gpu_gib is None:
+            return self
+        gpu = self.gpu
+        memory_bytes = int(gpu_gib * GIB)
+        if memory_bytes > gpu.memory_bytes:
+            rule = f"exceeds the {format_bytes(gpu.memory_bytes)} of {gpu.name}"
+            raise ConfigError(f"memory.gpu_gib={gpu_gib:g} {rule}; use less, or null for all of it")
+        return dataclasses.replace(self, gpu=dataclasses.replace(gpu, memory_bytes=memory_bytes))
 
     @property
     def name(self) -> str:

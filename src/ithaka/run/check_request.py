@@ -24,6 +24,7 @@ OPTIONS = {
 # Settings that affect a plan.
 PLANNED = (
     *FIELDS,
+    "memory.gpu_gib",
     "train.accumulate",
     "train.compile",
     "attention.kernel",
@@ -76,6 +77,7 @@ def make_request(
                 f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}"
             )
         hardware = hardware.with_kernel(kernel)
+    hardware = hardware.with_gpu_gib(config.memory.gpu_gib)
     hf_config = find_config(model)
     shape = shape_to_train(shape_from_config(hf_config, model), config, teacher_shape(config))
     for name in sorted(given & shape.root.refuses.keys()):

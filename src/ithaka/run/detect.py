@@ -17,7 +17,7 @@ FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
     """This rank's machine, as if all nodes were like it: the attention kernel expected to run on
     its GPU (name and memory), and the host memory and disk that are free before the run allocates
-    any."""
+    any. Of the GPU's memory, only memory.gpu_gib counts."""
     memory = config.memory
     disk = memory.disk_path
     if disk is not None:
@@ -45,6 +45,12 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
         host_bytes=host_bytes,
         disk_bytes=free_disk(disk) if uses_disk else 0,
     )
+    if memory.gpu_gib is not None and not uses_planner(config, machine):
+        settings = f"model.dtype={config.model.dtype} and memory.plan={memory.plan}"
+        rule = f"has no effect: nothing is planned on {name} with {settings}"
+        needs = "a plan needs a known GPU, bfloat16 and memory.plan=auto"
+        raise ConfigError(f"memory.gpu_gib={memory.gpu_gib:g} {rule}; use null ({needs})")
+    machine = machine.with_gpu_gib(memory.gpu_gib)
     return machine.with_kernel(expected_kernel(config.attention.kernel, entry.kernels))
 
 
