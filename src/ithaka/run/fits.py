@@ -44,7 +44,11 @@ def _check_tiers(
                 for name, num_bytes in sizes.items()
                 if num_bytes
             )
-            fixes = find_fixes(run, tier) | {"memory.plan=off to try anyway": planned}
+            has_limit = run.config.memory.gpu_gib is not None  # only plans keep to it
+            fixes = find_fixes(run, tier) | {
+                "a larger memory.gpu_gib": has_limit and tier == "GPU memory",
+                "memory.plan=off to try anyway": planned and not has_limit,
+            }
             choices = format_choices(fix for fix, helps in fixes.items() if helps)
             problem = f"{setting} needs {format_bytes(needed)} of {tier} {unit} ({parts})"
             raise ConfigError(f"{problem}; {format_bytes(available)} available; use {choices}")
