@@ -15,7 +15,7 @@ from ithaka.facts.machine import available_memory
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peaks are those since the process started, whoever reset the allocator's."""
+    """Peaks since the process started, also across resets of the allocator's peak."""
 
     allocated: int  # on the host: resident
     peak: int

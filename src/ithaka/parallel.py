@@ -15,6 +15,7 @@ from ithaka.config import (
     SAVEABLE_MODULES,
     AdapterConfig,
     ConfigError,
+    Origin,
     parse_config,
     parse_count,
     renaming,
@@ -177,7 +178,7 @@ def plan_model_run(
     num_ranks = dist.get_world_size()
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
     settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
-    config = parse_config({"model": {"dtype": dtype}, **settings})
+    config = parse_config({"model": {"dtype": dtype}, **settings}, origin=Origin.CALL)
 
     def detect() -> Hardware:
         return detect_machine(config, num_ranks, launch.detect_gpu())

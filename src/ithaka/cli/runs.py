@@ -24,11 +24,11 @@ from ithaka.config.base_formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
+from ithaka.run import launch
 from ithaka.run.draft import AUTO, Draft, Request, read
 from ithaka.run.streams import survive_lost_readers
 
 if TYPE_CHECKING:
-    from ithaka.run import launch
     from ithaka.run.validated import Run
 
 ConfigFile = Annotated[
@@ -87,13 +87,13 @@ def train_command(
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
-        read(Request(config, tuple(with_ranks(overrides, ranks))))
+        with suppress(TransientError):  # it is read again below
+            read(Request(config, tuple(with_ranks(overrides, ranks))))
         with loading():
             from ithaka.comm.agree import shared_temporary_path
             from ithaka.comm.mesh import start_process_group
-            from ithaka.run.launch import under_torchrun
 
-            if under_torchrun():
+            if launch.under_torchrun():
                 start_process_group()
         with shared_temporary_path("ithaka-") as folder:
             start_run(config, overrides, ranks, f"{folder}/run", trains=False)
@@ -120,7 +120,6 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
             start_process_group,
         )
         from ithaka.log.metrics import note_startup
-        from ithaka.run import launch
         from ithaka.train import loop
 
         start_process_group()
@@ -216,14 +215,10 @@ def start_run(
     )
     draft = None
     # Before torch is imported, which takes seconds. A file that cannot be read now is read again
-    # below, where --max-restarts applies.
-    with suppress(TransientError):
-        draft = read(request)
-    with loading():
-        from ithaka.log.metrics import note_startup
-        from ithaka.run import launch
-
-    note_startup("imports")
+    # below, where --max-restarts applies; so is a run to resume under torchrun, by all ranks.
+    if resume in (None, AUTO) or not launch.under_torchrun():
+        with suppress(TransientError):
+            draft = read(request)
     if max_restarts and launch.under_torchrun():
         raise ConfigError(
             f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m "
@@ -233,21 +228,20 @@ def start_run(
 
 
 def run_entries(
-    request: Request, draft: Draft | None, restarts: "launch.Restarts", only_profile: bool
+    request: Request, draft: Draft | None, restarts: launch.Restarts, only_profile: bool
 ) -> int:
     """Run one entry of a curriculum after the other, each as a resume, and restart those that fail.
     Returns the exit code. `draft`: None if the settings could not be read yet."""
     with loading() as status:
         from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
-        from ithaka.run import launch
         from ithaka.run.road import take_road
 
+    note_startup("imports")
     while True:  # one pass per entry or restart
         try:
             with status("checking settings and data"):
-                draft = draft or read(request)
-                run = take_road(draft)
+                run = take_road(request, draft)
         except Exception as error:
             if not is_transient(error):
                 raise
@@ -272,20 +266,21 @@ def run_entries(
         if (code or run.entry.is_last) and not restarts.allow(code, progressed):
             return code
         if request.resume is None:
-            later = replace(request, resume=AUTO, run_dir=run.run_dir)
-            draft = replace(draft, request=later)
+            request = replace(request, resume=AUTO, run_dir=run.run_dir)
+            draft = draft and replace(draft, request=request)
+        elif request.resume != AUTO:
+            draft = None  # the run's own settings have changed
 
 
 def print_plan(run: "Run") -> None:
     from ithaka.plan import render, tell
-    from ithaka.run.launch import try_print
 
     if run.plan is not None and is_rank_0():
         train = run.config.train
         model = run.config.model
         steps = train.steps if train.epochs is None else None
         facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
-        try_print(render.render_plan(facts))
+        launch.try_print(render.render_plan(facts))
 
 
 def profiling_changes(changes: list[str], num_steps: int) -> list[str]:

@@ -40,6 +40,12 @@ class Origin(StrEnum):
     RUN = "the resumed run"
     MODEL = "the model"
     PLAN = "the plan"
+    CALL = "the call"  # of ithaka.parallelize
+
+    @property
+    def is_user(self) -> bool:
+        """Whether the user set it for this command."""
+        return self in (Origin.FILE, Origin.COMMAND, Origin.CALL)
 
 
 # the first bytes of a file that `git lfs` did not download

@@ -335,6 +335,10 @@ class MemoryConfig(Section, name="memory"):
     # off: use defaults.
     plan: Literal["auto", "off"] = "auto"
 
+    @property
+    def uses_disk(self) -> bool:
+        return "disk" in (self.offload, self.attention_offload)
+
 
 @dataclass(frozen=True)
 class AttentionConfig(Section, name="attention"):

@@ -29,21 +29,22 @@ def load_config(
     """Resolve the configuration: the defaults, then `base`, the YAML file and the
     `section.key=value` overrides."""
     tree = read_yaml(path) if path is not None else {}
-    return parse_config(tree, overrides, base, str(path))
+    return parse_config(tree, overrides, base, source=str(path))
 
 
 def parse_config(
     tree: Tree,
     overrides: Sequence[str] = (),
     base: Tree | None = None,
+    origin: Origin = Origin.FILE,
     source: str = "the configuration",
 ) -> Config:
-    """Make a Config from nested mappings, such as a file that has been read; `source` names it in
-    errors. A tree with `format` is that of a run."""
+    """Make a Config from nested mappings, such as a file that has been read. `origin` set their
+    values; `source` names them in errors."""
     merged = _Merged()
     merged.add(base or {}, Origin.DEMO, "the defaults")
     sections = {name: values for name, values in tree.items() if name not in RUN_KEYS}
-    merged.add(sections, Origin.RUN if "format" in tree else Origin.FILE, source)
+    merged.add(sections, origin, source)
     for section, key, value in map(_parse_override, overrides):
         merged.add({section: {key: value}}, Origin.COMMAND, "--set")
     config = Config(**merged.sections, origins=merged.origins)
@@ -226,24 +227,23 @@ def _resolve_curriculum(config: Config) -> Config:
                 f"train.{name}={format_value(value)} cannot be combined with curriculum; leave "
                 "it out"
             )
-    # A run's own file has the values that this function has set.
-    user = (Origin.FILE, Origin.COMMAND)
-    both = [
+    total = sum(entry.steps or 0 for entry in config.curriculum)
+    values = {"train.steps": total, "data.context": config.curriculum[0].context}
+    # A run's own file has these values.
+    others = [
         f"{name}={config.get(name)}"
-        for name in ("train.steps", "data.context")
-        if config.origin(name) in user
+        for name, value in values.items()
+        if config.origin(name).is_user and config.get(name) != value
     ]
-    if both:
+    if others:
         raise ConfigError(
-            f"{' and '.join(both)} cannot be combined with curriculum; set it per entry"
+            f"{' and '.join(others)} cannot be combined with curriculum; set it per entry"
         )
-    if config.origin("model.rope") in user and config.curriculum[0].rope is not None:
+    if config.origin("model.rope").is_user and config.model.rope and config.curriculum[0].rope:
         raise ConfigError(
             "model.rope has no effect: the first curriculum entry overrides it; leave one out"
         )
-    total = sum(entry.steps or 0 for entry in config.curriculum)
-    context = config.curriculum[0].context
-    config = config.with_values({"train.steps": total, "data.context": context}, Origin.DEFAULT)
+    config = config.with_values(values, Origin.FILE)
     for index in range(len(config.curriculum)):
         try:
             config.of_entry(index)

@@ -126,7 +126,7 @@ class Batch(NamedTuple):
     images: Mapping[str, Any] = {}
     # stored ids and log-probabilities, [B, S, k]
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
-    # What training finds out once per batch (train/objectives.py).
+    # Computed once per batch by `pack_for_training` (train/objectives.py).
     packed: Any = None  # inputs.shard.PackedBatch
     pairs: PairCounts = PairCounts()
 

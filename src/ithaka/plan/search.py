@@ -51,7 +51,7 @@ MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
 
 Candidate = Mapping[str, Any]  # fields of a layout
-Fixed = Mapping[str, Any]  # those that somebody gave
+Fixed = Mapping[str, Any]  # those set explicitly
 Split = tuple[int, int]  # (cp, ring)
 
 
@@ -536,13 +536,13 @@ def _largest(
 
 
 def make_search_space(config: Config, shape: ModelShape, hardware: Hardware) -> SearchSpace:
-    """The space with those settings that somebody gave."""
+    """The space with the settings that are set explicitly."""
     given = {name: config.get(name) for name in FIELDS if name in config.given}
     fixed = layout_values(given, shape.num_layers, hardware.num_gpus)
     fixed["compile"] = config.train.compile
     if shape.optimizer != "adamw":
         fixed["offload_optimizer"] = False
-    origins = {name: config.origin(name) for name in given}
+    origins = {name: config.origin(name) for name in given if FIELDS[name] in fixed}
     return SearchSpace(shape, hardware, fixed, origins)
 
 

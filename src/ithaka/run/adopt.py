@@ -1,5 +1,4 @@
-"""Adopt what is written elsewhere: the run to resume, commits on the hub, an adapter's settings and
-the quantization of a base."""
+"""Complete the settings from the resumed run, the hub, the adapter and the quantized base."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from ithaka.config import (
     ConfigError,
     Origin,
     format_value,
-    load_config,
+    parse_config,
+    read_yaml,
     to_dict,
     with_absolute_paths,
 )
@@ -39,11 +39,15 @@ def adopt(draft: Draft) -> Draft:
     if run_dir is None or run_dir == AUTO:
         run_dir = _choose_run_dir(draft)
     saved = draft.saved
+    origins = draft.saved_origins
     resumes = None
     checkpoint = None
     if request.resume is not None:
-        if saved is None and (run_dir / "config.yaml").is_file():
-            saved = load_config(run_dir / "config.yaml")
+        file = run_dir / "config.yaml"
+        if saved is None and file.is_file():
+            tree = read_yaml(file)
+            saved = parse_config(tree, origin=Origin.RUN, source=str(file))
+            origins = tree.get("origins", {})
         has_checkpoint = checkpoints.newest_checkpoint(run_dir) is not None
         if request.resume != AUTO or has_checkpoint:
             resumes = run_dir
@@ -62,7 +66,7 @@ def adopt(draft: Draft) -> Draft:
         config = config.with_values({"optim.decay_steps": config.train.steps}, Origin.DEFAULT)
     origin = config.origin("train.run_dir") if request.run_dir is None else Origin.COMMAND
     config = config.with_values({"train.run_dir": run_dir}, origin)
-    return Draft(request, config, resumes, saved, checkpoint, commits)
+    return Draft(request, config, resumes, saved, origins, checkpoint, commits)
 
 
 def _with_demo_defaults(draft: Draft) -> Config:

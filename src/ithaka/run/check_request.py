@@ -11,7 +11,7 @@ from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
 from ithaka.run.launch import under_torchrun
-from ithaka.run.rules import Facts, check_run, check_settings
+from ithaka.run.rules import RunFacts, check_run, check_settings
 from ithaka.trace.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
@@ -83,7 +83,7 @@ def make_request(
     for name in sorted(given & shape.root.refuses.keys()):
         rule = f"does not apply to {model}: video transformers {shape.root.refuses[name]}"
         raise ConfigError(f"{name}={format_value(config.get(name))} {rule}; leave it out")
-    check_run(Facts(config, shape, hardware, is_decided=False))
+    check_run(RunFacts(config, shape, hardware, is_decided=False))
     space = make_search_space(config, shape, hardware)
     # caches of nodes may differ
     trace = None if under_torchrun() else make_tracer(hf_config, always=traces)

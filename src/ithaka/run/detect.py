@@ -36,7 +36,7 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
     elif entry is None:
         entry = dataclasses.replace(find_gpu(FALLBACK_GPU), name=name)
     memory_bytes = gpu_bytes if known is None else min(known.memory_bytes, gpu_bytes)
-    uses_disk = disk is not None or "disk" in (memory.offload, memory.attention_offload)
+    uses_disk = disk is not None or memory.uses_disk
     entry = dataclasses.replace(with_profile(entry), memory_bytes=memory_bytes)
     machine = Hardware(
         entry,

@@ -42,6 +42,7 @@ class Draft:
     config: Config  # with all entries of a curriculum
     resumes: Path | None = None  # the directory of the run to resume
     saved: Config | None = None  # that run's settings
+    saved_origins: Mapping[str, str] = field(default_factory=dict)  # who had set them
     checkpoint: Path | None = None  # its newest usable one
     # hub name -> the same name with its commit
     commits: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +57,7 @@ def read(request: Request) -> Draft:
     """Read the settings, and refuse those that do not go together."""
     resume = request.resume
     saved = None
+    origins: Mapping[str, str] = {}
     if resume is None or resume == AUTO:
         config = load_config(request.file, request.changes)
     else:
@@ -70,15 +72,16 @@ def read(request: Request) -> Draft:
                 f"--resume {resume} has no config.yaml; use the directory of an earlier run"
             )
         tree = read_yaml(file)
-        saved = parse_config(tree, source=str(file))
-        config = parse_config(tree, request.changes, source=str(file))
+        origins = tree.get("origins", {})
+        saved = parse_config(tree, origin=Origin.RUN, source=str(file))
+        config = parse_config(tree, request.changes, origin=Origin.RUN, source=str(file))
         if config.origin("optim.decay_steps") == Origin.RUN:  # `adopt` may keep it
             config = config.with_values({"optim.decay_steps": None}, Origin.RUN)
         if config.origin("train.run_dir") == Origin.COMMAND:
             raise _conflict("--set train.run_dir", resume)
     if saved is None:  # otherwise adopt first settles where the learning rate's decay ends
         check_settings(config)
-    return Draft(request, config, saved=saved)
+    return Draft(request, config, saved=saved, saved_origins=origins)
 
 
 def _conflict(what: str, resume: Path) -> ConfigError:

@@ -1,5 +1,5 @@
-"""The road from a command to its ranks: read, adopt, machine, plan, check. Each stage hands one
-object to the next; what comes out is a `Run` that may start. Nothing has been written before.
+"""Resolve, plan and validate a run in five stages: read, adopt, machine, plan, check. Each hands one
+object to the next, and the last returns a `Run` that may start. Until then nothing is written.
 
 Under torchrun every rank takes the road. One of them adopts and plans for all; if a check fails on
 any rank, it is raised on all.
@@ -40,9 +40,9 @@ from ithaka.plan.trace import choose_traced, correct
 from ithaka.run import launch, run_files
 from ithaka.run.adopt import adopt, check_resumed
 from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
-from ithaka.run.draft import AUTO, Draft
+from ithaka.run.draft import AUTO, Draft, Request, read
 from ithaka.run.fits import check_fits
-from ithaka.run.rules import Facts, check_run, check_sizes
+from ithaka.run.rules import RunFacts, check_run, check_sizes
 from ithaka.run.validated import Run
 from ithaka.trace.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 
@@ -57,10 +57,12 @@ class Planned:
     plan: Plan | None = None  # if the planner decided any setting
 
 
-def take_road(draft: Draft) -> Run:
-    """Lead the settings that `read` returned to a run that may start. Collective."""
+def take_road(request: Request, draft: Draft | None = None) -> Run:
+    """Resolve, plan and validate the settings of a run. `draft`: what `read` returned, if it was
+    called before. Collective."""
     if launch.under_torchrun():
         start_process_group()
+    draft = raise_on_all_ranks(lambda: draft or read(request))
     raise_on_all_ranks(check_ranks_agree, gather_objects(draft.config))
     draft = _adopt_for_all(draft)
     config = draft.config
@@ -150,13 +152,13 @@ def plan_entries(draft: Draft, hardware: Hardware) -> list[Planned]:
 
 
 def plan_settings(config: Config, hardware: Hardware, shape: ModelShape | None = None) -> Planned:
-    """Fill in every setting that nobody gave from a plan, which may not fit. `shape` defaults to
+    """Fill in the settings left to the planner from a plan, which may not fit. `shape` defaults to
     the configured model's, whose plan is traced, except under torchrun."""
-    traces = shape is None and not launch.under_torchrun()  # the caches of nodes may differ
+    traces = shape is None and not launch.under_torchrun()  # a trace has a process group of its own
     shape = shape or model_shape(config)
     if not uses_planner(config, hardware):
         return Planned(config, shape)
-    check_run(Facts(config, shape, hardware, is_decided=False))
+    check_run(RunFacts(config, shape, hardware, is_decided=False))
     space = make_search_space(config, shape, hardware)
     trace = make_tracer(model_config(config), always=True) if traces else None
     plan = choose_traced(space, work_from_config(config), trace)
@@ -166,7 +168,7 @@ def plan_settings(config: Config, hardware: Hardware, shape: ModelShape | None =
         if name not in config.given or config.get(name) == "auto"
     }
     config = config.with_values(chosen, Origin.PLAN)
-    if "disk" not in (config.memory.offload, config.memory.attention_offload):
+    if not config.memory.uses_disk:
         config = config.with_values({"memory.disk_path": None}, Origin.PLAN)
     return Planned(config, plan.shape, plan=plan)
 
@@ -235,7 +237,7 @@ def build_run(planned: Planned, num_ranks: int, hardware: Hardware, draft: Draft
     layout = layout_from_config(config, shape.num_layers, num_ranks, on_gpu, shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     check_run(
-        Facts(
+        RunFacts(
             config,
             shape,
             hardware,
@@ -260,7 +262,7 @@ def build_run(planned: Planned, num_ranks: int, hardware: Hardware, draft: Draft
         entry=planned.entry,
         full=draft.config,
         commits=draft.commits,
-        datasets=draft.config.datasets,
+        saved_origins=draft.saved_origins,
     )
     if planned.plan is None:
         run = dataclasses.replace(run, shape=_trace_shape(run))

@@ -1,4 +1,4 @@
-"""What settings must have in common: one row for each rule, with its message and fix.
+"""Rules between settings: one row each, with its message and fix.
 
 `check_settings` looks at the settings alone, before torch is imported; `check_run` also at the
 model and the GPU. Types and limits of single values are checked by config/, sizes that must divide
@@ -31,14 +31,13 @@ from ithaka.layout import (
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 
-USER = (Origin.FILE, Origin.COMMAND)
 CUTS = ("end", "turns", "shorten_tools")  # values of data.long_documents that cut inside a record
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a run. `is_decided`: whether settings that nobody gave have their final
-    value; otherwise the planner will choose them."""
+class RunFacts:
+    """What rules about a run may read. `is_decided`: whether the planner has chosen the settings
+    that are left to it."""
 
     config: Config
     shape: ModelShape
@@ -66,13 +65,15 @@ class Rule(NamedTuple):
 
     def error(self, values: object, config: Config) -> ConfigError:
         text = self.text.format(**(values if isinstance(values, Mapping) else {}))
-        return ConfigError(re.sub(r"\[([a-z_.]+)\]", lambda name: _show(config, name[1]), text))
+        names = r"\[([a-z_]+\.[a-z_]+)\]"
+        return ConfigError(re.sub(names, lambda name: _show(config, name[1]), text))
 
 
 def _show(config: Config, name: str) -> str:
     """train.steps=5, with who set it unless the user or a default did."""
     origin = config.origin(name)
-    source = "" if origin in (*USER, Origin.DEFAULT) else f" (from {origin})"
+    is_known = origin.is_user or origin == Origin.DEFAULT
+    source = "" if is_known else f" (from {origin})"
     return f"{name}={format_value(config.get(name))}{source}"
 
 
@@ -95,7 +96,7 @@ def check_sizes(config: Config, shape: ModelShape, num_ranks: int) -> None:
     check_parallelism(num_ranks, shape.heads, **fields, has_rings=not shape.why_no_ring)
 
 
-def check_run(facts: Facts) -> None:
+def check_run(facts: RunFacts) -> None:
     """Refuse settings that the model or the GPU do not allow, or that have no effect."""
     gpu = facts.hardware.gpu
     check_float8(facts.config.memory.stored_dtype, gpu.name, gpu.has_float8)
@@ -297,8 +298,8 @@ SETTINGS_RULES = (
     Rule(
         lambda c: (
             c.train.epochs is not None
-            and c.origin("train.epochs") in USER
-            and c.origin("train.steps") in USER
+            and c.origin("train.epochs").is_user
+            and c.origin("train.steps").is_user
         ),
         "[train.epochs] and train.steps both set the length; leave one out",
     ),
@@ -320,8 +321,8 @@ SETTINGS_RULES = (
 # ---- rules about a model on a machine
 
 
-def _exceeds_layers(name: str) -> Callable[[Facts], object]:
-    def breaks(facts: Facts) -> object:
+def _exceeds_layers(name: str) -> Callable[[RunFacts], object]:
+    def breaks(facts: RunFacts) -> object:
         count = facts.value(name)
         num_layers = facts.shape.num_layers
         exceeds = isinstance(count, int) and count > num_layers
@@ -330,11 +331,11 @@ def _exceeds_layers(name: str) -> Callable[[Facts], object]:
     return breaks
 
 
-def _is_idle(name: str, cause: str) -> Callable[[Facts], object]:
+def _is_idle(name: str, cause: str) -> Callable[[RunFacts], object]:
     """Whether a memory setting has no effect because its cause is off."""
     default = getattr(MemoryConfig, name.partition(".")[2])
 
-    def breaks(facts: Facts) -> object:
+    def breaks(facts: RunFacts) -> object:
         value = facts.value(name)
         is_set = value not in (None, default, "all")
         return is_set and facts.value(cause) in ("none", 0)
@@ -348,7 +349,7 @@ def _idle_rule(name: str, cause: str, other: str) -> Rule:
     return Rule(_is_idle(name, cause), f"[{name}] has no effect with [{cause}]; {fix}")
 
 
-def _ring_is_refused(facts: Facts) -> object:
+def _ring_is_refused(facts: RunFacts) -> object:
     shape = facts.shape
     is_ring = facts.value("parallel.ring") not in (None, "auto", 1)
     return (
@@ -358,14 +359,14 @@ def _ring_is_refused(facts: Facts) -> object:
     )
 
 
-def _other_accumulate(facts: Facts) -> object:
+def _other_accumulate(facts: RunFacts) -> object:
     if facts.layout is None or facts.resumes:
         return False
     is_other = facts.config.train.accumulate not in (1, facts.accumulate)
     return {"implied": facts.accumulate} if is_other else False
 
 
-def _unknown_kernel(facts: Facts) -> object:
+def _unknown_kernel(facts: RunFacts) -> object:
     if facts.kernels is None:
         return False
     known = ("auto", *facts.kernels)
@@ -373,7 +374,7 @@ def _unknown_kernel(facts: Facts) -> object:
     return False if is_known else {"known": format_choices(known)}
 
 
-def _missing_trackers(facts: Facts) -> object:
+def _missing_trackers(facts: RunFacts) -> object:
     # A wandb folder in the working directory is found too, but has no origin.
     missing = [
         name
@@ -401,9 +402,7 @@ RUN_RULES = (
     ),
     Rule(
         lambda f: (
-            f.is_decided
-            and f.config.memory.disk_path is not None
-            and "disk" not in (f.config.memory.offload, f.config.memory.attention_offload)
+            f.is_decided and f.config.memory.disk_path is not None and not f.config.memory.uses_disk
         ),
         "[memory.disk_path] has no effect without memory.offload=disk; leave it null",
     ),

@@ -1,7 +1,7 @@
 """A run that may start: its settings, plan and machine, and what its ranks may allocate."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,12 +47,17 @@ class Run:
     data_bytes: int = 0  # all data files, including globs and hub datasets
     # hub name -> the same name with its commit
     commits: Mapping[str, str] = field(default_factory=dict)
-    datasets: Sequence[DataConfig] = ()  # those of every curriculum entry
+    saved_origins: Mapping[str, str] = field(default_factory=dict)  # of the resumed run
 
     @property
     def run_dir(self) -> Path:
         assert self.config.train.run_dir is not None, "set by adopt, so that all ranks use one name"
         return self.config.train.run_dir
+
+    @property
+    def datasets(self) -> tuple[DataConfig, ...]:
+        """Those of every entry of the curriculum."""
+        return self.full.datasets
 
     @property
     def saved_settings(self) -> str:
@@ -66,11 +71,10 @@ class Run:
                 section, _, key = name.partition(".")
                 if name not in self.full.given:
                     del tree[section][key]
-        origins = {
-            name: str(origin)
-            for name, origin in self.config.origins.items()
-            if origin != Origin.DEFAULT
-        }
+        origins = dict(self.saved_origins)
+        for name, origin in self.config.origins.items():
+            if origin not in (Origin.DEFAULT, Origin.RUN):
+                origins[name] = str(origin)
         settings = {"format": CONFIG_FORMAT, **with_absolute_paths(tree), "origins": origins}
         return yaml.safe_dump(settings, sort_keys=False)
 

@@ -157,6 +157,7 @@ def _restore_position(state: dict[str, Any], run: Run, data: TrainData) -> dict[
     positions = state.get("places", {}) | {state["data"]["data"]: state["data"]}
     position = positions.pop(data.fingerprint(), None)
     data.check_format(position or state["data"])
-    if position is not None or state["step"] != run.entry.start:
+    starts_entry = run.entry.index > 0 and state["step"] == run.entry.start
+    if position is not None or not starts_entry:
         data.load_state_dict(position or state["data"])
     return positions
