@@ -1181,8 +1181,8 @@ MUTATIONS = (
     Mutation(
         "every rank asks the hub",
         "run/road.py",
-        "adopted = ask_rank_0(adopt, draft)",
-        "adopted = raise_on_all_ranks(adopt, draft)",
+        "adopted = ask_rank_0(adopt_settings, draft)",
+        "adopted = raise_on_all_ranks(adopt_settings, draft)",
         "test_ranks_are_refused_together.py -k hub",
     ),
     Mutation(
@@ -1589,9 +1589,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a run forgets the data of other entries",
-        "run/road.py",
-        "datasets=draft.config.datasets",
-        "datasets=()",
+        "run/validated.py",
+        "return self.full.datasets",
+        "return ()",
         "test_held_out_documents.py -k curriculum",
     ),
     Mutation(

@@ -24,9 +24,9 @@ from ithaka.cli.runs import train_rank
 from ithaka.config import CONFIG_FORMAT, Config, load_config, parse_config, to_yaml
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import Hardware
-from ithaka.run.adopt import adopt
+from ithaka.run.adopt import adopt_settings
 from ithaka.run.detect import detect_machine
-from ithaka.run.draft import AUTO, Draft, Request, read
+from ithaka.run.draft import AUTO, Draft, Request, read_settings
 from ithaka.run.launch import Outcome, detect_gpu, run_child_rank, run_ranks
 from ithaka.run.road import Planned, check, model_shape
 from ithaka.run.rules import check_settings
@@ -96,7 +96,7 @@ def adopted(
     run_dir: Path | None = None,
 ) -> Draft:
     """Return what a command asks for, with complete settings that are not planned yet."""
-    return adopt(read(Request(file, tuple(changes), resume, run_dir)))
+    return adopt_settings(read_settings(Request(file, tuple(changes), resume, run_dir)))
 
 
 def saved_settings(config: Config) -> str:

@@ -21,8 +21,8 @@ from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.run.check_request import make_request
-from ithaka.run.draft import Request, read
-from ithaka.run.road import take_road
+from ithaka.run.draft import Request
+from ithaka.run.road import prepare_run
 from ithaka.train import loop
 from parity import random_ids
 from runs import copy_run_at_step, metrics, saves_in_time
@@ -86,14 +86,14 @@ def _train(variant: Small, folder: Path) -> None:
     settings["train"]["validate_sequences"] = 0
     settings["parallel"] = {"ranks": 1}
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    _run_to_end(take_road(read(Request(folder / "run.yaml"))))
+    _run_to_end(prepare_run(Request(folder / "run.yaml")))
 
 
 def _resume(variant: Small, folder: Path) -> None:
     """The second step, after the first was resumed, has the loss that it had."""
     again = copy_run_at_step(folder / "run", folder / "again", 1)
 
-    _run_to_end(take_road(read(Request(resume=again))))
+    _run_to_end(prepare_run(Request(resume=again)))
     losses = [
         [line["loss"] for line in metrics(run) if "loss" in line] for run in (folder / "run", again)
     ]

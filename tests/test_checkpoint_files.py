@@ -38,8 +38,8 @@ from ithaka.checkpoint.safe_load import CompactIndex, SafeReader
 from ithaka.cli import app
 from ithaka.config import load_config, write_atomic
 from ithaka.plan.shape import Correction
-from ithaka.run.draft import AUTO, Request, read
-from ithaka.run.road import model_shape, take_road
+from ithaka.run.draft import AUTO, Request
+from ithaka.run.road import model_shape, prepare_run
 from ithaka.run.run_files import check_run_dir
 from ithaka.train.prepare import prepare
 from refusals import assert_refused
@@ -394,7 +394,7 @@ def load_and_count_reads(config):
         patch.setattr(SafeReader, "read_metadata", read_metadata)
         folder = config.train.run_dir
         changes = "train.steps=8", f"parallel.ranks={dist.get_world_size()}"
-        trainer = prepare(take_road(read(Request(None, changes, folder))))
+        trainer = prepare(prepare_run(Request(None, changes, folder)))
     return len(reads), trainer.step
 
 
@@ -529,7 +529,7 @@ def test_a_file_system_without_locks_warns_once(tmp_path, monkeypatch):
 def test_a_flipped_bit_in_a_finished_run_is_detected(run_dir, tmp_path, capsys):
     """Resuming falls back to the previous checkpoint; an export reports the damage."""
     damage(run_dir, "flipped")
-    again = take_road(read(Request(run_dir / "config.yaml", (), AUTO, run_dir)))
+    again = prepare_run(Request(run_dir / "config.yaml", (), AUTO, run_dir))
     assert (again.last_step, again.finished) == (4, False)
     six = tmp_path / "six"
     assert_refused(

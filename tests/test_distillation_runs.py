@@ -23,7 +23,7 @@ from ithaka.log.metrics import read_metrics
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.run.check_request import make_request
 from ithaka.run.rules import check_settings
 from models import tiny_config, tiny_model

@@ -26,7 +26,7 @@ from ithaka.layout import Layout
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.run.road import model_shape
 from ithaka.run.rules import check_settings
 from models import tiny_config, tiny_model

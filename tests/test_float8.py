@@ -28,7 +28,7 @@ from ithaka.plan.render import render_plan
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.detect import detect_machine
 from ithaka.run.draft import Draft, Request

@@ -14,8 +14,7 @@ from ithaka.data.documents.split import SourceContent, Split, hash_content, make
 from ithaka.data.held_out import find_data
 from ithaka.data.open import check_data, describe_data
 from ithaka.run.draft import Request
-from ithaka.run.draft import read as read_settings
-from ithaka.run.road import take_road
+from ithaka.run.road import prepare_run
 from refusals import assert_refused
 from runs import MODEL
 from test_data_sources import BYTES, TEXTS, open_with_cache, write_jsonl, write_parquet
@@ -117,7 +116,7 @@ def test_entries_of_a_curriculum_train_on_nothing_that_one_of_them_holds_out(tmp
     }
     tree["data"]["tokenizer"] = "bytes"
     (tmp_path / "file.yaml").write_text(json.dumps(tree))
-    run = take_road(read_settings(Request(tmp_path / "file.yaml", ("parallel.ranks=1",))))
+    run = prepare_run(Request(tmp_path / "file.yaml", ("parallel.ranks=1",)))
     assert [data.validation_fraction for data in run.datasets] == [
         0.1,
         later.get("validation_fraction", 0.1),

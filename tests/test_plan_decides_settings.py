@@ -19,12 +19,12 @@ from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.mixers import AttentionCost
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, StepShape
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.run import road
 from ithaka.run.detect import detect_machine, weakest_machine
 from ithaka.run.fits import check_fits
 from ithaka.run.road import check_ranks_agree, model_shape, plan_settings
-from ithaka.run.rules import Facts, check_run, check_settings, check_sizes
+from ithaka.run.rules import RunFacts, check_run, check_settings, check_sizes
 from ithaka.run.validated import Run, certain_needs, store_host_bytes
 from ithaka.trace.shapes import find_shape
 from ithaka.train import journal
@@ -417,7 +417,7 @@ def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
     assert planned.plan is not None
     check_settings(planned.config)
     check_sizes(planned.config, planned.shape, 8)
-    check_run(Facts(planned.config, planned.shape, machine))
+    check_run(RunFacts(planned.config, planned.shape, machine))
 
 
 def test_the_store_has_room_for_both_tiers(tmp_path):

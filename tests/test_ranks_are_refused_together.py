@@ -17,8 +17,8 @@ from ithaka.comm.agree import RankError, SharedError, SharedTransientError, rais
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
 from ithaka.run import adopt, detect
-from ithaka.run.draft import AUTO, Request, read
-from ithaka.run.road import take_road
+from ithaka.run.draft import AUTO, Request
+from ithaka.run.road import prepare_run
 from ithaka.train import parts
 from runs import run, tiny_run
 
@@ -77,10 +77,10 @@ def directories(folder):
     with under_torchrun() as patch:
         rank = dist.get_rank()
         patch.setattr(adopt.time, "strftime", lambda _: f"clock-{rank}")
-        chosen = take_road(read(Request(changes=settings(folder)))).run_dir
+        chosen = prepare_run(Request(changes=settings(folder))).run_dir
         patch.chdir(folder / str(rank))
         try:
-            take_road(read(Request(None, settings(folder), AUTO, Path("run"))))
+            prepare_run(Request(None, settings(folder), AUTO, Path("run")))
         except TransientError as error:  # a shared file system may show it late
             return str(chosen), str(error)
 
@@ -113,7 +113,7 @@ def hub_requests(folder, ranks_per_node, lacks_files):
             f"data.path={folder / 'texts'}",
             "data.tokenizer=bytes",
         )
-        found = take_road(read(Request(changes=changes)))
+        found = prepare_run(Request(changes=changes))
     assert (
         found.config.model.path == snapshot
         and str(found.config.evaluate.data) == f"hf:/org/texts@{'a' * 40}"

@@ -7,12 +7,14 @@ import pytest
 import yaml
 from peft import LoraConfig
 
-from ithaka.config import CPU_DEFAULT, Origin, load_config, parse_config
+from ithaka.config import CPU_DEFAULT, ConfigError, Origin, load_config, parse_config
 from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.plan.search import make_search_space
 from ithaka.run import launch, run_files
 from ithaka.run.detect import detect_machine
-from ithaka.run.draft import Draft, Request
+from ithaka.run.draft import Draft, Request, read_settings
 from ithaka.run.road import Planned, check, model_shape, plan_entries, plan_settings
+from ithaka.run.rules import RUN_RULES
 from runs import MODEL, adopted, run, tiny_run
 
 H100S = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
@@ -95,7 +97,9 @@ def test_a_planned_run_keeps_what_was_given(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(settings)
     stored = load_config(tmp_path / "config.yaml")
     assert stored == config
-    assert {*stored.origins.values()} == {Origin.RUN}
+    resumed = read_settings(Request(resume=tmp_path))
+    assert resumed.saved == stored and {*resumed.saved.origins.values()} == {Origin.RUN}
+    assert resumed.saved_origins["memory.offload"] == "the plan"
 
 
 def test_a_resumed_run_is_not_planned_again(tmp_path):
@@ -105,15 +109,44 @@ def test_a_resumed_run_is_not_planned_again(tmp_path):
     assert (planned.plan, planned.config.origins) == (None, config.origins)
 
 
-def test_settings_that_follow_from_others_are_given_by_nobody(tmp_path):
+def test_settings_that_follow_from_others_have_their_origin(tmp_path):
     """Steps of a curriculum, and micro-steps of a global batch."""
     file = tmp_path / "file.yaml"
     file.write_text("curriculum: [{context: 61, steps: 3}, {context: 122, steps: 2}]")
     config = adopted(file).config
     names = ("train.steps", "data.context", "optim.decay_steps")
-    assert origins(config.of_entry(1), *names) == [Origin.DEFAULT] * 3
+    expected = [Origin.FILE, Origin.FILE, Origin.DEFAULT]  # the file's entries decide the first two
+    assert origins(config.of_entry(1), *names) == expected
     config = tiny_run(tmp_path, train={"global_batch": 4})
     planned = Planned(config, model_shape(config))
     draft = Draft(Request(), config)
     config = check(draft, [planned], 1, detect_machine(config, 1, None)).config
     assert (config.train.accumulate, config.origin("train.accumulate")) == (4, Origin.DEFAULT)
+
+
+def test_a_runs_file_given_as_a_file_is_the_users(tmp_path):
+    """Values that a curriculum decides may stand in it, other values are refused."""
+    file = tmp_path / "config.yaml"
+    tree = {"format": 2, "curriculum": [{"context": 61, "steps": 3}]}
+    for steps, is_refused in ((3, False), (4, True)):
+        file.write_text(yaml.safe_dump({**tree, "train": {"steps": steps}}))
+        if is_refused:
+            with pytest.raises(ConfigError, match="train.steps=4 cannot be combined"):
+                load_config(file)
+        else:
+            assert load_config(file).origin("train.steps") == Origin.FILE
+
+
+def test_auto_leaves_a_setting_to_the_plan():
+    changes = ["parallel.cp=auto", "memory.attention_offload=null", "memory.overlap=false"]
+    config = load_config(None, ["model.embedded=base", "data.context=1M", *changes])
+    space = make_search_space(config, model_shape(config), H100S)
+    assert space.origins == {"memory.overlap": Origin.COMMAND}
+
+
+def test_rules_render():
+    """Names in brackets become settings; a package's extra stays."""
+    config = load_config(None, ["adapter.rank=4", "optim.name=adamw8bit"])
+    texts = [str(rule.error({}, config)) for rule in RUN_RULES if "needs an extra" in rule.text]
+    assert any("'.[adapter]'" in text for text in texts)
+    assert any("'.[adamw8bit]'" in text for text in texts)

@@ -39,7 +39,7 @@ from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.roots import vision
 from ithaka.trace.shapes import find_shape
 from ithaka.weights import formats

@@ -29,7 +29,7 @@ from ithaka.model import build
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.render import render_plan
 from ithaka.plan.shape import ModelShape
-from ithaka.plan.tell import collect_facts
+from ithaka.plan.summary import collect_facts
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
 from ithaka.run.detect import detect_machine, uses_planner, weakest_machine

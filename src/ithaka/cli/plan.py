@@ -101,7 +101,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan memory and time for a model, a context and GPUs, before renting any."""
-    from ithaka.plan import render, tell
+    from ithaka.plan import render, summary
     from ithaka.plan.hardware import find_hardware
     from ithaka.run.check_request import make_request
 
@@ -143,7 +143,7 @@ def plan_command(
             f"--yaml writes a configuration for `ithaka train`, which trains language models; {fix}"
         )
     if as_yaml and (result := request.plan()).fits:
-        headline = wrap(tell.format_verdict(result, model), "# ", "#   ")
+        headline = wrap(summary.format_verdict(result, model), "# ", "#   ")
         text = "\n".join([*headline, *request.config_lines(result, steps)]) + "\n"
         if out is None:
             print(text, end="")
@@ -151,7 +151,7 @@ def plan_command(
             check_output("--out", out, force, text)
             _write_configuration(request, result, out, text)
         return
-    facts, result = tell.answer_request(request, max_context, steps)
+    facts, result = summary.answer_request(request, max_context, steps)
     text = json.dumps(facts, indent=2) if as_json else render.render_plan(facts)
     print(text, file=sys.stderr if as_yaml else sys.stdout)
     if result.fits and not as_json:
@@ -291,7 +291,7 @@ def rehearse_command(
     """Run one rank of these GPUs on this device, or all under torchrun, and compare measurements
     with the plan."""
     from ithaka.config.units import format_bytes
-    from ithaka.plan import render, tell
+    from ithaka.plan import render, summary
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
     from ithaka.run.check_request import make_request
@@ -309,7 +309,7 @@ def rehearse_command(
             f"--context {context} --evaluate {rule}; use a shorter --context or more GPUs"
         )
     if not plan.fits:
-        facts, _ = tell.answer_request(request)
+        facts, _ = summary.answer_request(request)
         print(json.dumps(facts, indent=2) if as_json else render.render_plan(facts))
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
 

@@ -25,7 +25,7 @@ from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
 from ithaka.run import launch
-from ithaka.run.draft import AUTO, Draft, Request, read
+from ithaka.run.draft import AUTO, Draft, Request, read_settings
 from ithaka.run.streams import survive_lost_readers
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def train_command(
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
         with suppress(TransientError):  # it is read again below
-            read(Request(config, tuple(with_ranks(overrides, ranks))))
+            read_settings(Request(config, tuple(with_ranks(overrides, ranks))))
         with loading():
             from ithaka.comm.agree import shared_temporary_path
             from ithaka.comm.mesh import start_process_group
@@ -218,7 +218,7 @@ def start_run(
     # below, where --max-restarts applies; so is a run to resume under torchrun, by all ranks.
     if resume in (None, AUTO) or not launch.under_torchrun():
         with suppress(TransientError):
-            draft = read(request)
+            draft = read_settings(request)
     if max_restarts and launch.under_torchrun():
         raise ConfigError(
             f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m "
@@ -235,13 +235,13 @@ def run_entries(
     with loading() as status:
         from ithaka.checkpoint.checkpoints import latest_name
         from ithaka.log.metrics import note_startup
-        from ithaka.run.road import take_road
+        from ithaka.run.road import prepare_run
 
     note_startup("imports")
     while True:  # one pass per entry or restart
         try:
             with status("checking settings and data"):
-                run = take_road(request, draft)
+                run = prepare_run(request, draft)
         except Exception as error:
             if not is_transient(error):
                 raise
@@ -273,13 +273,13 @@ def run_entries(
 
 
 def print_plan(run: "Run") -> None:
-    from ithaka.plan import render, tell
+    from ithaka.plan import render, summary
 
     if run.plan is not None and is_rank_0():
         train = run.config.train
         model = run.config.model
         steps = train.steps if train.epochs is None else None
-        facts = tell.collect_facts(run.plan, str(model.path or model.embedded), steps)
+        facts = summary.collect_facts(run.plan, str(model.path or model.embedded), steps)
         launch.try_print(render.render_plan(facts))
 
 
@@ -318,16 +318,16 @@ def data_command(
     GPU."""
     if page is not None:
         check_output("--html", page, force)
-    draft = read(Request(config, tuple(with_ranks(overrides, ranks))))
+    draft = read_settings(Request(config, tuple(with_ranks(overrides, ranks))))
     with loading() as status:
         from rich.console import Console
 
         from ithaka.log.console import show_share
-        from ithaka.run.adopt import adopt
+        from ithaka.run.adopt import adopt_settings
         from ithaka.views import data as show_data
 
     with status("reading the data") as spinner:
-        settings = adopt(draft).config
+        settings = adopt_settings(draft).config
         limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
         view = show_data.build_record_view(settings, record) if record else None
         report = show_share("reading the data", spinner)

@@ -1,4 +1,4 @@
-"""The text of a plan, laid out from its facts (plan/tell.py) and nothing else."""
+"""The text of a plan, laid out from its facts (plan/summary.py) and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ithaka.config.units import (
     wrap_list,
 )
 from ithaka.plan.hardware import GIB
-from ithaka.plan.tell import Facts
+from ithaka.plan.summary import Facts
 
 # Tier -> its name, and what its capacity is counted for.
 TIERS = {

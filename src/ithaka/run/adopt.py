@@ -31,7 +31,7 @@ from ithaka.run.draft import AUTO, Draft, check_path
 from ithaka.run.rules import check_settings
 
 
-def adopt(draft: Draft) -> Draft:
+def adopt_settings(draft: Draft) -> Draft:
     """Complete the settings. Asks the hub, so only one rank calls it."""
     request = draft.request
     config = _with_demo_defaults(draft)

@@ -49,11 +49,11 @@ class Draft:
 
     @property
     def run_dir(self) -> Path:
-        assert self.config.train.run_dir is not None, "set by adopt, so that all ranks use one name"
+        assert self.config.train.run_dir is not None, "set by adopt_settings"
         return self.config.train.run_dir
 
 
-def read(request: Request) -> Draft:
+def read_settings(request: Request) -> Draft:
     """Read the settings, and refuse those that do not go together."""
     resume = request.resume
     saved = None
@@ -75,11 +75,11 @@ def read(request: Request) -> Draft:
         origins = tree.get("origins", {})
         saved = parse_config(tree, origin=Origin.RUN, source=str(file))
         config = parse_config(tree, request.changes, origin=Origin.RUN, source=str(file))
-        if config.origin("optim.decay_steps") == Origin.RUN:  # `adopt` may keep it
+        if config.origin("optim.decay_steps") == Origin.RUN:  # `adopt_settings` may keep it
             config = config.with_values({"optim.decay_steps": None}, Origin.RUN)
         if config.origin("train.run_dir") == Origin.COMMAND:
             raise _conflict("--set train.run_dir", resume)
-    if saved is None:  # otherwise adopt first settles where the learning rate's decay ends
+    if saved is None:  # a resumed run's decay is settled later
         check_settings(config)
     return Draft(request, config, saved=saved, saved_origins=origins)
 

@@ -1,5 +1,5 @@
-"""Resolve, plan and validate a run in five stages: read, adopt, machine, plan, check. Each hands one
-object to the next, and the last returns a `Run` that may start. Until then nothing is written.
+"""Resolve, plan and validate a run in five stages: read, adopt, machine, plan, check. Each hands
+one object to the next, and the last returns a `Run` that may start. Until then nothing is written.
 
 Under torchrun every rank takes the road. One of them adopts and plans for all; if a check fails on
 any rank, it is raised on all.
@@ -38,9 +38,9 @@ from ithaka.plan.search import Plan, make_search_space, shape_to_train, work_fro
 from ithaka.plan.shape import ModelShape
 from ithaka.plan.trace import choose_traced, correct
 from ithaka.run import launch, run_files
-from ithaka.run.adopt import adopt, check_resumed
+from ithaka.run.adopt import adopt_settings, check_resumed
 from ithaka.run.detect import detect_machine, uses_planner, weakest_machine
-from ithaka.run.draft import AUTO, Draft, Request, read
+from ithaka.run.draft import AUTO, Draft, Request, read_settings
 from ithaka.run.fits import check_fits
 from ithaka.run.rules import RunFacts, check_run, check_sizes
 from ithaka.run.validated import Run
@@ -57,12 +57,12 @@ class Planned:
     plan: Plan | None = None  # if the planner decided any setting
 
 
-def take_road(request: Request, draft: Draft | None = None) -> Run:
-    """Resolve, plan and validate the settings of a run. `draft`: what `read` returned, if it was
-    called before. Collective."""
+def prepare_run(request: Request, draft: Draft | None = None) -> Run:
+    """Resolve, plan and validate the settings of a run. `draft`: from an earlier call of
+    `read_settings`. Collective."""
     if launch.under_torchrun():
         start_process_group()
-    draft = raise_on_all_ranks(lambda: draft or read(request))
+    draft = raise_on_all_ranks(lambda: draft or read_settings(request))
     raise_on_all_ranks(check_ranks_agree, gather_objects(draft.config))
     draft = _adopt_for_all(draft)
     config = draft.config
@@ -85,7 +85,7 @@ def take_road(request: Request, draft: Draft | None = None) -> Run:
 
 def _adopt_for_all(draft: Draft) -> Draft:
     """Adopt on rank 0, and give each node the models that rank 0 downloaded."""
-    adopted = ask_rank_0(adopt, draft)
+    adopted = ask_rank_0(adopt_settings, draft)
     config = adopted.config
     newest = None
     if adopted.request.resume is not None:

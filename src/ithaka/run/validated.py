@@ -51,7 +51,7 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        assert self.config.train.run_dir is not None, "set by adopt, so that all ranks use one name"
+        assert self.config.train.run_dir is not None, "set by adopt_settings"
         return self.config.train.run_dir
 
     @property
