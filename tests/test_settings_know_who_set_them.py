@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from peft import LoraConfig
 
-from ithaka.config import CPU_DEFAULT, ConfigError, Origin, load_config, parse_config
+from ithaka.cli.runs import run_entries
+from ithaka.config import CPU_DEFAULT, ConfigError, Origin, RunEntry, load_config, parse_config
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import make_search_space
-from ithaka.run import launch, run_files
+from ithaka.run import launch, road, run_files
 from ithaka.run.detect import detect_machine
-from ithaka.run.draft import Draft, Request, read_settings
+from ithaka.run.draft import AUTO, Draft, Request, read_settings
 from ithaka.run.road import Planned, check, model_shape, plan_entries, plan_settings
 from ithaka.run.rules import RUN_RULES
 from runs import MODEL, adopted, run, tiny_run
@@ -150,3 +153,31 @@ def test_rules_render():
     texts = [str(rule.error({}, config)) for rule in RUN_RULES if "needs an extra" in rule.text]
     assert any("'.[adapter]'" in text for text in texts)
     assert any("'.[adamw8bit]'" in text for text in texts)
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_restart_reads_the_settings_of_a_resumed_run_again(tmp_path, monkeypatch, is_resumed):
+    """The first attempt has written them; a file of the user is read once."""
+    settings = {"format": 2, "model": {"embedded": "small"}, "train": {"run_dir": str(tmp_path)}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    calls = []
+
+    def prepare_run(request, draft):
+        calls.append((request, draft))
+        return SimpleNamespace(
+            finished=False, plan=None, entry=RunEntry(), num_ranks=1, run_dir=tmp_path
+        )
+
+    monkeypatch.setattr(road, "prepare_run", prepare_run)
+    codes = [1, 0]
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: codes.pop(0))
+    request = Request(resume=tmp_path) if is_resumed else Request(tmp_path / "config.yaml")
+    first = read_settings(request)
+    assert run_entries(request, first, launch.Restarts(1), only_profile=False) == 0
+    (_, earlier), (later_request, later) = calls
+    assert earlier is first
+    if is_resumed:
+        assert later is None and later_request == request
+    else:
+        assert later.config is first.config
+        assert later.request == later_request == replace(request, resume=AUTO, run_dir=tmp_path)
