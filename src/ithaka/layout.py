@@ -16,6 +16,7 @@ from ithaka.config import Config, ConfigError
 from ithaka.facts.dtypes import ELEMENT_BYTES, check_dtype, default_dtype, float8_bytes
 
 Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ActivationPolicy:
 
     def __post_init__(self) -> None:
         for name, tier in (("input", self.input), ("attention", self.attention)):
-            if tier not in get_args(Tier) and not (name == "attention" and tier is None):
+            if tier not in TIERS and not (name == "attention" and tier is None):
                 raise ConfigError(
                     f"{name}={tier!r} of an ActivationPolicy is not a tier; use device, host "
                     "or disk"
@@ -119,7 +120,7 @@ class Layout:
             for size in self.blocks:
                 check_size("layout.blocks", size)
         for name in ("input_tier", "attention_tier"):
-            if getattr(self, name) not in get_args(Tier):
+            if getattr(self, name) not in TIERS:
                 rule = f"layout.{name}={getattr(self, name)!r} is not a tier"
                 raise ConfigError(f"{rule}; use device, host or disk")
         for name in ("keep_inputs", "keep_attention", "keep_projections", "keep_everything"):

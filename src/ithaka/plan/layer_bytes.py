@@ -421,11 +421,14 @@ def layer_points(layer: LayerBytes) -> Iterator[MemoryPoint]:
 MakeSizes = Callable[[ModelShape, Layout, int, ActivationPolicy], LayerBytes]
 
 
+KEEPS_INPUT = ActivationPolicy()
+
+
 def layer_sizes(
     shape: ModelShape, layout: Layout, s: int, make_sizes: MakeSizes = LayerBytes
 ) -> LayerBytes:
     """Return the sizes of a layer's tensors, except those of tiles and of kept activations."""
-    return _layer_sizes(make_sizes, shape, s, ActivationPolicy(), _size_settings(layout))
+    return _layer_sizes(make_sizes, shape, s, KEEPS_INPUT, _size_settings(layout))
 
 
 def sizes_by_layer(shape: ModelShape, layout: Layout, s: int) -> list[LayerBytes]:

@@ -26,8 +26,8 @@ from ithaka.config import AdapterConfig, Config, ConfigError, Origin
 from ithaka.facts.attention import AttentionKind
 from ithaka.layout import (
     FIELDS,
+    TIERS,
     Layout,
-    Tier,
     check_parallelism,
     forward_layout,
     layout_values,
@@ -38,7 +38,6 @@ from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, StepShape
 
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 TILE_BYTES = 2**29  # of x in the largest tile, whatever its width: enough to outweigh its launches
 NUM_TILE_SIZES = 6  # each half of the one before
 BUFFER_SETTINGS = ("heads_per_stage", "tile_tokens", "overlap")  # they only size device buffers
