@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from ithaka.attention.choose import expected_kernel
 from ithaka.config import Config, ConfigError, check_writable
 from ithaka.facts.machine import available_memory, free_disk
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, with_profile
@@ -45,6 +44,8 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
         host_bytes=host_bytes,
         disk_bytes=free_disk(disk) if uses_disk else 0,
     )
+    from ithaka.attention.choose import expected_kernel  # late: it imports torch
+
     return machine.with_kernel(expected_kernel(config.attention.kernel, entry.kernels))
 
 
