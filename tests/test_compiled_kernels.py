@@ -10,9 +10,9 @@ import types
 
 import pytest
 
-from ithaka.attention import compiled
+from ithaka.attention import compiled, kernels
 from ithaka.plan.hardware import find_hardware
-from ithaka.run import launch, road, run_files
+from ithaka.run import launch, run_files
 from runs import adopted, validate
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -138,7 +138,7 @@ def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
     events = []
     monkeypatch.setattr(launch, "num_gpus", lambda: 1)
-    monkeypatch.setattr(road, "compile_ahead", lambda *kernel: events.append(kernel))
+    monkeypatch.setattr(kernels, "compile_ahead", lambda *kernel: events.append(kernel))
     monkeypatch.setattr(run_files, "check_inputs", lambda run: events.append("inputs") or 0)
     validate(adopted(run_dir=tmp_path / "run").config, hardware=find_hardware("H200"))
     assert [event[0] if event != "inputs" else event for event in events] == [

@@ -31,11 +31,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
-from ithaka.comm.rank import is_rank_0
+from ithaka.comm.rank import is_rank_0, rank_and_size
 from ithaka.config import ConfigError, sync_directory, write_atomic
 from ithaka.exits import TransientError, is_transient
 from ithaka.layout import format_choices
@@ -107,7 +104,8 @@ def publish(
 ) -> None:
     """Turn the files in `temporary` into the checkpoint `final`, and name it in `latest`. `files`:
     size and checksum by name."""
-    record = {"format": CHECKPOINT_FORMAT, "world_size": dist.get_world_size(), **state}
+    _, world_size = rank_and_size()
+    record = {"format": CHECKPOINT_FORMAT, "world_size": world_size, **state}
     record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
     record["checksums"] = {name: digest for name, (_, digest) in files.items()}
     record["checksums"][STATE_FILE] = _state_checksum(record)
@@ -242,6 +240,8 @@ def read_pins(run_dir: Path) -> dict[str, Any]:
 def find_problem(path: Path) -> str | None:
     """Reason why the checkpoint at `path` cannot be used, or None. Checks state.json, file sizes
     and torch's index; `find_corruption` reads the files."""
+    from ithaka.checkpoint.safe_load import SafeReader  # late: it imports torch
+
     try:
         state = read_state(path)
         number = state.get("format")
@@ -321,8 +321,7 @@ def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = Fal
 def find_intact_checkpoint(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one before it, whose checksums are right. Collective:
     the ranks share the work."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank, num_ranks = rank_and_size()
     while True:
         reason = raise_on_all_ranks(find_corruption, path, rank, num_ranks)
         reasons = list(filter(None, gather_objects(reason)))

@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
-import torch.distributed as dist
-
-from ithaka.comm.rank import is_local_rank_0
+from ithaka.comm.rank import is_local_rank_0, rank_and_size
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode, TransientError, describe_transient, exit_code_for
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,11 +67,13 @@ def describe_error(
     return RankError(RankFailed, text, host, code)
 
 
-def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(own: T, group: "ProcessGroup | None" = None) -> list[T]:
     """Return the object of every rank, in rank order. A single process does not communicate."""
-    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    _, num_ranks = rank_and_size(group)
     objects = [own] * num_ranks
     if num_ranks > 1:
+        import torch.distributed as dist  # late: a single process may need no torch
+
         dist.all_gather_object(objects, own, group=group)
     return objects
 
@@ -119,13 +122,16 @@ def ask_rank_0(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     Collective."""
     answers: list[tuple[T | None, RankError | None]] = [(None, None)]
     cause = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    rank, num_ranks = rank_and_size()
+    if rank == 0:
         try:
             answers = [(function(*args, **kwargs), None)]
         except Exception as error:
             cause = error
             answers = [(None, describe_error(error))]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if num_ranks > 1:
+        import torch.distributed as dist  # late: a single process may need no torch
+
         dist.broadcast_object_list(answers)
     [(answer, failure)] = answers
     raise_first([failure], cause=cause)

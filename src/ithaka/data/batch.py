@@ -1,11 +1,12 @@
 """From segments to tensors: the tokens of a packed sequence, and batches for the model."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ithaka.data.documents.images import Medium
 from ithaka.data.pack import (
@@ -18,6 +19,9 @@ from ithaka.data.pack import (
 from ithaka.data.stored_tokens import decode_ids, decode_labels
 from ithaka.facts.attention import PairCounts
 from ithaka.facts.sizes import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import torch
 
 
 def concatenate(
@@ -150,6 +154,7 @@ class Batch(NamedTuple):
 
 def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
     """Stack B sequences of S tokens into tensors [B, S]."""
+    import torch  # late: `ithaka data` needs none
 
     def stack(column: Callable[[PackedSequence], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack([column(sequence) for sequence in sequences])).long()

@@ -1,5 +1,6 @@
 """Find the data of a configuration, and split it into documents to train on and to validate on."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from ithaka.config import ConfigError, DataConfig, SourceConfig
 from ithaka.config.units import plural
-from ithaka.data.documents.files import COMMIT, DataFiles, find_files, is_streamed
+from ithaka.data.documents.files import COMMIT, HUB_DATASET, DataFiles, find_files, is_streamed
 from ithaka.data.documents.read import Shard, make_shards, read_content
 from ithaka.data.documents.split import SourceContent, Split, make_split
 
@@ -85,6 +86,14 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
     return FoundData(sources, held_out, summary, any(split for split, _ in splits))
 
 
+def check_paths(data: DataConfig) -> None:
+    """Refuse files that do not exist, without listing those that do."""
+    for setting, config in _name_sources(data):
+        path = config.path
+        if path is not None and not HUB_DATASET.fullmatch(str(path)) and not os.path.exists(path):
+            find_files(path, setting)  # a glob may match
+
+
 def find_sources(data: DataConfig) -> list[FoundSource]:
     configs = data.all_sources
     found = []
@@ -93,13 +102,19 @@ def find_sources(data: DataConfig) -> list[FoundSource]:
             raise ConfigError(
                 f"data.sources has path={config.path} twice; list it once, with a larger weight"
             )
-    for i, config in enumerate(configs):
-        setting = f"data.sources[{i}].path" if data.sources else "data.path"
+    for setting, config in _name_sources(data):
         files = find_files(config.path, setting)
         has_own = data.validation_path is not None or files.validation
         fraction = 0.0 if has_own else data.validation_fraction
         found.append(FoundSource(config, f"{setting}={config.path}", files, fraction))
     return found
+
+
+def _name_sources(data: DataConfig) -> list[tuple[str, SourceConfig]]:
+    """Each source and the setting of its path."""
+    if not data.sources:
+        return [("data.path", data.all_sources[0])]
+    return [(f"data.sources[{i}].path", source) for i, source in enumerate(data.sources)]
 
 
 def split_sources(

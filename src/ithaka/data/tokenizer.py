@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import BUILTIN_TEMPLATES, ConfigError, input_error
@@ -230,6 +230,8 @@ def _load_pretrained(path: Path, setting: str) -> Tokenizer:
         if only_json:
             hf = PreTrainedTokenizerFast(tokenizer_file=str(file))
         else:
+            from transformers import AutoTokenizer  # late: it imports torch
+
             hf = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True
             )

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from ithaka.attention.choose import expected_kernel
 from ithaka.config import Config, ConfigError, check_writable
 from ithaka.facts.machine import available_memory, free_disk
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, with_profile
@@ -51,6 +50,8 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
         needs = "a plan needs a known GPU, bfloat16 and memory.plan=auto"
         raise ConfigError(f"memory.gpu_gib={memory.gpu_gib:g} {rule}; use null ({needs})")
     machine = machine.with_gpu_gib(memory.gpu_gib)
+    from ithaka.attention.choose import expected_kernel  # late: it imports torch
+
     return machine.with_kernel(expected_kernel(config.attention.kernel, entry.kernels))
 
 

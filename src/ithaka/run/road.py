@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ithaka.attention.kernels import KERNELS, compile_ahead
 from ithaka.checkpoint import checkpoints
 from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
-from ithaka.comm.mesh import start_process_group
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import (
     Config,
@@ -61,6 +59,8 @@ def prepare_run(request: Request, draft: Draft | None = None) -> Run:
     """Resolve, plan and validate the settings of a run. `draft`: from an earlier call of
     `read_settings`. Collective."""
     if launch.under_torchrun():
+        from ithaka.comm.mesh import start_process_group  # late: it imports torch
+
         start_process_group()
     draft = raise_on_all_ranks(lambda: draft or read_settings(request))
     raise_on_all_ranks(check_ranks_agree, gather_objects(draft.config))
@@ -217,6 +217,8 @@ def check(draft: Draft, entries: Sequence[Planned], num_ranks: int, hardware: Ha
     if draft.resumes is not None:
         run = _check_resumed_run(run, draft)
     if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
+        from ithaka.attention.kernels import compile_ahead  # late: it imports torch
+
         # Compiles while this process imports transformers and checks the inputs.
         for head_dim, group in {(kind.head_dim, kind.group) for kind in run.shape.attention_kinds}:
             if run.hardware.for_attention(head_dim).gpu.kernel == "fa4":
@@ -229,6 +231,8 @@ def check(draft: Draft, entries: Sequence[Planned], num_ranks: int, hardware: Ha
 
 def build_run(planned: Planned, num_ranks: int, hardware: Hardware, draft: Draft) -> Run:
     """A run with these settings, which fits on its machine."""
+    from ithaka.attention.kernels import KERNELS  # late: it imports torch
+
     config = planned.config
     shape = planned.shape
     resumes = draft.resumes is not None

@@ -97,16 +97,23 @@ def check_inputs(run: Run) -> int:
     """Refuse a context that the model's positions do not cover, and unusable data. Returns the
     bytes of the data, which the first rank of each node checks; 0 on the others."""
     # Late: they import transformers, and the cheap checks come first.
+    from ithaka.data.held_out import check_paths
     from ithaka.data.open import check_data
     from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+    if is_local_rank_0():
+        check_paths(run.config.data)
+
+    # Late: they import PreTrainedModel, which takes seconds.
     from ithaka.model.build import read_hf_config
-    from ithaka.weights.adapters import trained_names
 
     model = run.config.model
     data = run.config.data
     optim = run.config.optim
     config = read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     if optim.lr_factors:
+        from ithaka.weights.adapters import trained_names
+
         optim.find_lr_factors(trained_names(config, run.config.adapter))
     teacher = run.config.loss.teacher_path
     if teacher is not None and any((teacher / file).is_file() for file in TOKENIZER_FILES):
