@@ -140,7 +140,7 @@ def test_the_launcher_survives_the_reader_of_its_log(monkeypatch):
         print("downloading a model", flush=True)
         raise ZeroDivisionError("checked")
 
-    monkeypatch.setattr(cli, "read", check)
+    monkeypatch.setattr(cli, "read_settings", check)
     with streams_on_pipes() as readers, pytest.raises(ZeroDivisionError, match="checked"):
         pipes += readers
         cli.start_run(None, None, None, None)
