@@ -1,5 +1,5 @@
 # make train    train the embedded default, a minute on two cores (settings: make train ARGS="--set train.steps=100")
-# make test     what continuous integration checks on every push; five minutes on two cores
+# make test     what continuous integration checks on every push; ten minutes on two cores
 # make test-all the slow tests too, and a selection without the tests' replacements; an hour
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site

@@ -142,7 +142,7 @@ def plan_entries(draft: Draft, hardware: Hardware) -> list[Planned]:
     for index in range(first.index, first.count):
         entry = full.entry_at(sum(each.steps or 0 for each in full.curriculum[:index]))
         config = full.of_entry(index)
-        # A resumed run keeps its settings, unless other ranks or a scheduler started it again.
+        # `--resume DIR` keeps the run's settings; `--resume auto` may find other machines.
         if full.curriculum or draft.request.resume in (None, AUTO):
             planned = plan_settings(config, hardware)
         else:
